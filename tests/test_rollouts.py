@@ -1,0 +1,397 @@
+"""rollouts.py: prompts, the queue, what is asked of a replica, and what becomes of its answers."""
+
+import dataclasses
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+import rollouts
+from bucket import Policy
+from config import LOCAL, Config
+from rollouts import GroupQueue, Prompt, PromptCursor, Rollout, Sampler, is_stale, usable_choices, what_to_do
+
+CFG = dataclasses.replace(
+    Config(**LOCAL), inflight_per_replica=8, group_size=4, batch_size=8, no_replica_wait_s=5.0, max_failed_groups=3
+)
+
+
+def rollout(group: int = 0, version: int = 0) -> Rollout:
+    return Rollout(group, [1, 2], [3, 4], [-0.1, -0.2], 1.0, 0.0, version)
+
+
+def choice(ids=(5, 6), finish="stop", logprobs=(-0.5, -0.25), text="x") -> dict:
+    return {
+        "token_ids": list(ids) if ids is not None else None,
+        "logprobs": {"token_logprobs": list(logprobs)},
+        "finish_reason": finish,
+        "text": text,
+    }
+
+
+# --- prompts ---
+
+
+class LetterTokenizer:
+    """One token per character; a chat template that marks the turns."""
+
+    def __call__(self, text):
+        return {"input_ids": [ord(c) for c in text]}
+
+    def apply_chat_template(self, messages, add_generation_prompt, tokenize, return_dict):
+        assert add_generation_prompt
+        assert tokenize
+        assert not return_dict
+        return [ord(c) for m in messages for c in f"<{m['content']}>"]
+
+
+def load(tmp_path, rows, **changes):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = dataclasses.replace(CFG, dataset=str(path), max_completion_tokens=10, max_model_len=20, **changes)
+    return rollouts.load_prompts(cfg, LetterTokenizer())
+
+
+def test_prompts_too_long_for_a_whole_completion_are_dropped_and_counted(tmp_path):
+    rows = [{"prompt": "a" * n, "answer": "1"} for n in (9, 10, 11)]
+    prompts, dropped = load(tmp_path, rows)
+    assert [len(prompt.ids) for prompt in prompts] == [9, 10]
+    assert dropped == 1
+
+
+def test_chat_messages_go_through_the_template_and_answers_may_be_nested(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "reward_model": {"ground_truth": 7}, "level": "easy"}]
+    (prompt,), _ = load(tmp_path, rows, answer_column="reward_model.ground_truth")
+    assert prompt.ids == [ord(c) for c in "<hi>"]
+    assert prompt.columns["answer"] == "7"
+    assert prompt.columns["level"] == "easy"
+
+
+def test_parquet_files_are_read_too(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    path = tmp_path / "data.parquet"
+    pandas.DataFrame({"question": ["2+2"], "gold": ["4"]}).to_parquet(path)
+    cfg = dataclasses.replace(CFG, dataset=str(path), prompt_column="question", answer_column="gold")
+    (prompt,), dropped = rollouts.load_prompts(cfg, LetterTokenizer())
+    assert (prompt.columns["answer"], dropped) == ("4", 0)
+
+
+def test_a_missing_column_is_named_with_those_there_are(tmp_path):
+    with pytest.raises(ValueError, match=r"--answer-column solution: .* has prompt, answer"):
+        load(tmp_path, [{"prompt": "a", "answer": "1"}], answer_column="solution")
+
+
+def test_a_dataset_without_a_prompt_that_fits_is_an_error_that_names_the_flag(tmp_path):
+    with pytest.raises(ValueError, match="--max-model-len 20"):
+        load(tmp_path, [{"prompt": "a" * 11, "answer": "1"}])
+
+
+def test_a_missing_gold_reaches_the_reward_as_none(tmp_path):
+    # C14
+    (prompt, _), _ = load(tmp_path, [{"prompt": "a", "answer": None}, {"prompt": "b", "answer": "1"}])
+    assert prompt.columns["answer"] is None
+
+
+# --- the order of the prompts ---
+
+
+def test_every_prompt_comes_once_per_epoch_in_an_order_that_depends_on_the_seed():
+    cursor = PromptCursor(num_prompts=5, seed=1)
+    issued = [cursor.issue()[1] for _ in range(10)]
+    assert sorted(issued[:5]) == sorted(issued[5:]) == [0, 1, 2, 3, 4]
+    assert issued[:5] != issued[5:]
+    again = PromptCursor(num_prompts=5, seed=1)
+    assert [again.issue()[1] for _ in range(10)] == issued
+    other = PromptCursor(num_prompts=5, seed=2)
+    assert [other.issue()[1] for _ in range(10)] != issued
+
+
+def test_a_resumed_cursor_repeats_what_was_issued_but_not_trained_and_nothing_else():
+    cursor = PromptCursor(num_prompts=100, seed=1)
+    issued = [cursor.issue() for _ in range(6)]
+    cursor.done([0, 2, 3])
+    state = json.loads(json.dumps(cursor.state()))
+    assert state == {"next": 6, "pending": [1, 4, 5]}
+    resumed = PromptCursor(num_prompts=100, seed=1, state=state)
+    assert [resumed.issue() for _ in range(3)] == [issued[1], issued[4], issued[5]]
+    assert resumed.issue() == cursor.issue()
+
+
+# --- the queue ---
+
+
+def test_staleness_is_kept_up_to_its_limit():
+    # B29: trainer at v7, limit 4
+    assert not is_stale(3, 7, 4)
+    assert is_stale(2, 7, 4)
+
+
+def test_a_full_queue_holds_the_sampler_back_until_the_trainer_takes():
+    queue, stopped = GroupQueue(max_samples=4), threading.Event()
+    queue.put([rollout(0)] * 4, stopped)
+    putter = threading.Thread(target=queue.put, args=([rollout(1)] * 4, stopped))
+    putter.start()
+    putter.join(0.1)
+    assert putter.is_alive()
+    assert queue.num_samples == 4
+    assert queue.get(1)[0].group == 0
+    putter.join(10)
+    assert queue.get(1)[0].group == 1
+    assert queue.take_backpressure_s() >= 0.1
+    assert queue.take_backpressure_s() == 0
+
+
+def test_an_empty_queue_gives_nothing_after_its_timeout():
+    assert GroupQueue(8).get(0.01) is None
+
+
+# --- answers ---
+
+
+def test_a_request_states_every_sampling_setting():
+    # B11
+    body = rollouts.completion_request(Prompt([1, 2], {}), Policy(3, "r-a1-v3"), CFG)
+    assert body["model"] == "r-a1-v3"
+    assert body["prompt"] == [1, 2]
+    assert (body["n"], body["temperature"], body["max_tokens"]) == (4, 1.0, CFG.max_completion_tokens)
+    assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
+    assert body["return_token_ids"]
+    assert body["logprobs"] == 0
+
+
+def test_only_choices_with_a_logprob_for_every_token_are_used():
+    # B18, B22 and design section 2
+    body = {
+        "choices": [
+            choice(),
+            choice(finish="length"),
+            choice(finish="abort"),
+            choice(ids=(), logprobs=()),
+            choice(logprobs=(-0.5,)),
+            choice(logprobs=(-0.5, None)),
+            choice(logprobs=(-0.5, float("-inf"))),
+        ]
+    }
+    assert [(c.ids, c.truncated) for c in usable_choices(body)] == [([5, 6], False), ([5, 6], True)]
+
+
+def test_a_lone_eos_is_a_completion_of_one_token():
+    # B17
+    (only,) = usable_choices({"choices": [choice(ids=(256,), logprobs=(-3.0,), text="")]})
+    assert (only.ids, only.text, only.truncated) == ([256], "", False)
+
+
+def test_missing_token_ids_are_an_error_that_names_the_cure():
+    # B20
+    with pytest.raises(rollouts.RolloutError, match="return_token_ids"):
+        usable_choices({"choices": [choice(ids=None)]})
+
+
+def test_answers_are_sorted_by_what_to_do_next():
+    assert what_to_do(200, "") == "ok"
+    assert what_to_do(404, "The model `r-a1-v3` does not exist.") == "newest"
+    assert what_to_do(404, "Not Found") == "give up"
+    assert what_to_do(400, "maximum context length") == "give up"
+    assert what_to_do(504, "") == "give up"  # E10: the generation may still run, so it is not asked for again
+    assert [what_to_do(status, "") for status in (429, 500, 502, 503)] == ["wait"] * 4
+    assert what_to_do(401, "") == what_to_do(403, "") == "fatal"
+
+
+# --- the sampler against a little server ---
+
+
+@pytest.fixture
+def proxy():
+    """A proxy whose answers a test scripts: answer(body) -> (status, document)."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self.reply(200, {"ready": server.ready})
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            server.requests.append(body)
+            self.reply(*server.answer(body))
+
+        def reply(self, status, document):
+            data = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.ready, server.requests = 1, []
+    server.answer = lambda body: (200, {"choices": [choice(text=str(i)) for i in range(body["n"])]})
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+class Scores:
+    """A reward pool that gives completion "0" a 1 and others a 0."""
+
+    timeouts = 0
+
+    def score(self, completions, columns):
+        assert all(len(values) == len(completions) for values in columns.values())
+        return [1.0 if text == "0" else 0.0 for text in completions]
+
+
+@pytest.fixture
+def start_sampler(proxy):
+    started = []
+
+    def start(policy=lambda: Policy(0, "r-a1-v0"), **changes) -> Sampler:
+        cfg = dataclasses.replace(CFG, port=proxy.server_port, **changes)
+        prompts = [Prompt([i], {"answer": "1"}) for i in range(50)]
+        sampler = Sampler(cfg, prompts, PromptCursor(50, 0), policy, Scores())
+        started.append(sampler)
+        sampler.start()
+        return sampler
+
+    yield start
+    for sampler in started:
+        sampler.stop()
+
+
+def batch(sampler: Sampler, num_groups: int = 2) -> list[list[Rollout]]:
+    until = time.monotonic() + 20
+    return sampler.batch(num_groups, lambda: time.monotonic() < until and not sampler.error)
+
+
+def wait_for(condition) -> None:
+    until = time.monotonic() + 20
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_groups_come_scored_and_named_by_their_policy_version(start_sampler):
+    sampler = start_sampler(policy=lambda: Policy(3, "r-a1-v3"))
+    groups = batch(sampler)
+    assert len(groups) == 2
+    for group in groups:
+        assert [r.reward for r in group] == [1.0, 0.0, 0.0, 0.0]
+        assert {r.version for r in group} == {3}
+        assert len({r.group for r in group}) == 1
+
+
+def test_truncated_completions_score_zero_without_being_graded(start_sampler, proxy):
+    # B19
+    proxy.answer = lambda body: (200, {"choices": [choice(text="0", finish="length")] * 2 + [choice(text="0")] * 2})
+    (group,) = batch(start_sampler(), 1)
+    assert [(r.reward, r.truncated) for r in group] == [(0.0, True), (0.0, True), (1.0, False), (1.0, False)]
+
+
+def test_one_failed_completion_costs_only_itself(start_sampler, proxy):
+    # B30: 1 of 4 fails
+    proxy.answer = lambda body: (200, {"choices": [choice(finish="abort"), *[choice()] * 3]})
+    (group,) = batch(start_sampler(), 1)
+    assert len(group) == 3
+
+
+def test_a_group_with_one_usable_completion_is_dropped(start_sampler, proxy):
+    # B30: all but one fail, then it works again
+    bad = {"choices": [choice(), *[choice(finish="abort")] * 3]}
+    proxy.answer = lambda body: (200, bad if len(proxy.requests) <= 2 else {"choices": [choice()] * 4})
+    sampler = start_sampler()
+    assert len(batch(sampler)) == 2
+    assert sampler.failed_groups == 2
+    assert sampler.error is None
+
+
+def test_sampling_that_never_works_ends_with_the_reason(start_sampler, proxy):
+    # B30: 8 of 8 fail
+    proxy.answer = lambda body: (400, {"error": {"message": "maximum context length is 64"}})
+    sampler = start_sampler()
+    assert batch(sampler) == []
+    assert "3 groups in a row failed" in str(sampler.error)
+    assert "maximum context length" in str(sampler.error)
+
+
+def test_a_reward_that_raises_ends_the_sampling(start_sampler):
+    sampler = start_sampler()
+    sampler.pool.score = lambda *_: 1 / 0
+    wait_for(lambda: sampler.error)
+    assert isinstance(sampler.error, ZeroDivisionError)
+
+
+def test_a_policy_retired_meanwhile_is_sampled_again_under_the_newest(start_sampler, proxy):
+    # A22
+    current = [Policy(3, "r-a1-v3")]
+
+    def answer(body):
+        if body["model"] == "r-a1-v3":
+            current[0] = Policy(4, "r-a1-v4")
+            return 404, {"error": {"message": "The model `r-a1-v3` does not exist."}}
+        return 200, {"choices": [choice()] * 4}
+
+    proxy.answer = answer
+    (group,) = batch(start_sampler(policy=lambda: current[0]), 1)
+    assert {r.version for r in group} == {4}
+
+
+def test_a_proxy_without_replicas_is_waited_for(start_sampler, proxy):
+    def answer(body):
+        return (503, {}) if len(proxy.requests) < 3 else (200, {"choices": [choice()] * 4})
+
+    proxy.answer = answer
+    sampler = start_sampler()
+    assert len(batch(sampler)) == 2
+    assert sampler.failed_groups == 0
+
+
+def test_a_refused_token_ends_the_sampling_at_once(start_sampler, proxy):
+    # D14
+    proxy.answer = lambda body: (401, {"error": "no"})
+    sampler = start_sampler(max_failed_groups=1000)
+    wait_for(lambda: sampler.error)
+    assert "HF_TOKEN" in str(sampler.error)
+
+
+def test_stale_groups_are_dropped_whole_and_counted(start_sampler):
+    # B29
+    current = [Policy(2, "r-a1-v2")]
+    sampler = start_sampler(policy=lambda: current[0], max_staleness=4)
+    wait_for(lambda: sampler.queue.num_samples >= 8)
+    current[0] = Policy(7, "r-a1-v7")
+    groups = batch(sampler)
+    assert all(r.version == 7 for group in groups for r in group)
+    assert sampler.dropped_stale >= 8
+    assert sampler.dropped_stale % 4 == 0
+
+
+def test_completions_in_flight_follow_the_ready_replicas(start_sampler, proxy):
+    release, peak, inflight, lock = threading.Event(), [0], [0], threading.Lock()
+
+    def answer(body):
+        with lock:
+            inflight[0] += body["n"]
+            peak[0] = max(peak[0], inflight[0])
+        release.wait(20)
+        with lock:
+            inflight[0] -= body["n"]
+        return 200, {"choices": [choice()] * 4}
+
+    proxy.answer = answer
+    sampler = start_sampler()
+    wait_for(lambda: inflight[0] == 8)  # inflight_per_replica of one replica
+    proxy.ready = 2
+    wait_for(lambda: inflight[0] == 16)
+    assert sampler.inflight == 16
+    release.set()
+    batch(sampler)
+    assert peak[0] == 16
+    proxy.ready = 0
+    sampler.stop()
+    wait_for(lambda: sampler.inflight == 0)
