@@ -34,6 +34,7 @@ class Config:
     reward: str = "rewards:math_reward"  # module:function, several joined by commas are summed
     reward_workers: int = 2  # processes that score completions
     reward_timeout_s: float = 10.0  # a completion that takes longer to score gets 0
+    reward_memory_mb: int = 1024  # a completion that needs more to be scored gets 0
     seed: int = 0  # order of the prompts, LoRA initialisation
 
     # GRPO
@@ -97,6 +98,7 @@ class Config:
     no_replica_wait_s: float = 300.0  # how long a request waits for a ready replica
     connect_timeout_s: float = 10.0  # to open a connection to a replica
     request_timeout_s: float = 1800.0  # for one generation
+    max_sends: int = 4  # how often a request is sent when replicas die under it
     stall_s: float = 300.0  # a busy replica on which nothing finishes for this long is down
     load_deadline_s: float = 120.0  # how long a replica may not see a new adapter's files yet
     load_retry_s: float = 0.5  # pause between two tries of a load
@@ -179,7 +181,7 @@ AT_LEAST = {
     "group_size": 2, "replicas": 1, "batch_size": 1, "max_steps": 1, "lora_rank": 1, "lora_alpha": 1, "sync_every": 1,
     "save_every": 1, "keep_checkpoints": 1, "logits_chunk": 1, "max_completion_tokens": 1, "diagnose_every": 1,
     "max_bad_steps": 1, "max_failed_groups": 1, "max_failed_publishes": 1, "reward_workers": 1, "health_misses": 1,
-    "block_size": 1, "max_inflight": 1, "max_tracked_blocks": 1, "min_ready": 1,
+    "reward_memory_mb": 1, "block_size": 1, "max_inflight": 1, "max_tracked_blocks": 1, "min_ready": 1, "max_sends": 1,
 }  # fmt: skip
 ABOVE_ZERO = (
     "learning_rate", "temperature", "max_grad_norm", "eps_low", "eps_high", "reward_timeout_s", "publish_timeout_s",

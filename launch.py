@@ -12,6 +12,7 @@ One code path: the calls go to huggingface_hub.HfApi, or to local_jobs.LocalJobs
 
 import dataclasses
 import json
+import os
 import queue
 import re
 import signal
@@ -28,7 +29,7 @@ import requests
 from tqdm import tqdm
 
 from config import Config, config_from, fail, flag, make_parser, max_loras, served_rank, to_flags
-from local_jobs import TERMINAL, LocalJobs
+from local_jobs import SHARED_CORES, TERMINAL, LocalJobs
 
 HERE = Path(__file__).resolve().parent
 REPLICA_PORT = 8000
@@ -115,8 +116,8 @@ def plan(cfg: Config, place: Place, dollars_per_hour: dict[str, float]) -> str:
     return "\n".join(
         [
             *lines,
-            f"Jobs: 1 trainer on {cfg.trainer_flavor} (${trainer:.2f}/h), {cfg.replicas} replicas on {cfg.replica_flavor} "
-            f"(${replica:.2f}/h each), bucket {cfg.bucket}",
+            f"Jobs: 1 trainer on {cfg.trainer_flavor} (${trainer:.2f}/h), {cfg.replicas} replicas on "
+            f"{cfg.replica_flavor} (${replica:.2f}/h each), bucket {cfg.bucket}",
             f"${total:.2f} per hour, ${total * cfg.timeout_h:.2f} at most (--timeout-h {cfg.timeout_h:g})",
         ]
     )
@@ -182,9 +183,7 @@ def check_machine(cfg: Config) -> Config:
         try:
             probe.bind((cfg.host, cfg.port))
         except OSError as error:
-            fail(
-                f"--port {cfg.port}: cannot listen on {cfg.host}:{cfg.port} ({error.strerror}); use another, or 0 for any"
-            )
+            fail(f"--port {cfg.port}: cannot listen on {cfg.host} ({error.strerror}); use another, or 0 for any")
         port = probe.getsockname()[1]
     try:
         run_dir = Path(cfg.bucket, cfg.run)
@@ -200,7 +199,9 @@ def with_toy(cfg: Config) -> Config:
     """The configuration with `toy` replaced by the directory of the toy model, built if it is not there yet."""
     if "toy" not in (cfg.model, cfg.dataset):
         return cfg
-    built = subprocess.run([sys.executable, str(HERE / "toy.py"), "--print-path"], stdout=subprocess.PIPE, text=True)
+    code = "import toy; print(toy.cached_model())"  # in a process of its own: this one does not load torch
+    env = {**os.environ, **SHARED_CORES}
+    built = subprocess.run([sys.executable, "-c", code], cwd=HERE, env=env, stdout=subprocess.PIPE, text=True)
     if built.returncode != 0:
         raise LaunchError("the toy model could not be built: see above")
     directory = built.stdout.strip().splitlines()[-1]
@@ -548,19 +549,20 @@ def main() -> int:
 
 def start(fleet: Fleet, prices: dict[str, float], dry_run: bool) -> int:
     """Check everything, say what will run, and run it."""
-    if fleet.place.local and not dry_run:
-        fleet.cfg = check_machine(fleet.cfg)
     check_reward(fleet.cfg)
-    fleet.cfg = with_toy(fleet.cfg) if not dry_run else fleet.cfg
-    check_data(fleet.cfg) if not dry_run else None
-    print(plan(fleet.cfg, fleet.place, prices))
+    check_data(fleet.cfg)
     if dry_run:
+        print(plan(fleet.cfg, fleet.place, prices))
         for spec in (replica_job(fleet.cfg, fleet.place, 0), trainer_job(fleet.cfg, fleet.place, [])):
             print(json.dumps({**spec, "secrets": dict.fromkeys(fleet.secrets, "***")}, indent=2))
         return 0
     still = fleet.running()
     if still:
         fail(f"--run {fleet.cfg.run}: its Jobs {', '.join(job.id for job in still)} are running; --stop it first")
+    if fleet.place.local:
+        fleet.cfg = with_toy(check_machine(fleet.cfg))
+        check_data(fleet.cfg)
+    print(plan(fleet.cfg, fleet.place, prices), flush=True)
     return launch(fleet)
 
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import psutil
 
 TERMINAL = ("COMPLETED", "CANCELED", "ERROR", "DELETED")  # as on HF Jobs
+SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}  # Jobs share few cores here: a thread that waits must not spin
 
 
 class LocalJobs:
@@ -41,8 +42,8 @@ class LocalJobs:
         wrapper = ["bash", "-c", 'trap : TERM INT; "$@"; echo $? > "$0"', str(self.directory / f"{job_id}.exit")]
         with open(self.directory / f"{job_id}.log", "wb") as log:
             process = subprocess.Popen(
-                [*wrapper, *command], env={**os.environ, **env, **secrets}, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
+                [*wrapper, *command], env={**os.environ, **SHARED_CORES, **env, **secrets}, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         started = psutil.Process(process.pid).create_time()
         document = {"pid": process.pid, "started": started, "labels": labels, "urls": urls}
@@ -78,6 +79,8 @@ class LocalJobs:
                         yield part.rstrip("\n")
                         part = ""
                 if ended or not follow:
+                    if part:
+                        yield part
                     return
                 time.sleep(0.1)
 

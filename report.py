@@ -43,8 +43,8 @@ def diagnose(rows: list[dict], cfg: Config) -> str:
     if wait_s > 0.1 * step_s:
         inflight = mean_of(rows, "rollout/inflight")
         limit = mean_of(rows, "rollout/inflight_limit")
-        cure = "raise --inflight-per-replica" if inflight >= 0.9 * limit else "add --replicas"
-        return f"rollout-bound: {figures}, {inflight:.0f}/{limit:.0f} in flight: {cure}, or add --replicas"
+        cure = "raise --inflight-per-replica or add --replicas" if inflight >= 0.9 * limit else "add --replicas"
+        return f"rollout-bound: {figures}, {inflight:.0f}/{limit:.0f} in flight: {cure}"
     if cfg.gradient_checkpointing:
         return f"trainer-bound: {figures}, backpressure {pressure_s:.1f} s: try --no-gradient-checkpointing"
     if 0 < per_row < 4:

@@ -1,0 +1,33 @@
+"""What several test files need: a free port, the toy model, and threads that leave the other processes room."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: the tests run many processes
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def free_port() -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def toy_dir() -> Path:
+    """The toy model's directory; built once, on all cores, and kept in the cache."""
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    code = "import toy; print(toy.cached_model())"
+    built = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return Path(built.stdout.strip())

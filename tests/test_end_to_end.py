@@ -1,0 +1,213 @@
+"""The whole system as a user runs it: launch.py --local with real processes, HTTP, adapters and a bucket directory."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import bucket
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["--batch-size=32", "--save-every=2", "--diagnose-every=2", "--port=0"]
+
+
+def command(runs: Path, run: str, *flags: str) -> list[str]:
+    return [sys.executable, str(ROOT / "launch.py"), "--local", f"--bucket={runs}", f"--run={run}", *SMALL, *flags]
+
+
+def launch(runs: Path, run: str, *flags: str) -> str:
+    ended = subprocess.run(command(runs, run, *flags), capture_output=True, text=True, timeout=150)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def rows_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    """Every process that any Job of the run has started and that still lives."""
+    groups = {json.loads(path.read_text())["pid"] for path in (run_dir / "jobs").glob("*.json")}
+    found = []
+    for pid in psutil.pids():
+        try:
+            if os.getpgid(pid) in groups and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(psutil.Process(pid))
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            pass
+    return found
+
+
+def wait_for(condition, timeout_s: float = 90):
+    until = time.monotonic() + timeout_s
+    while not (value := condition()) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert value
+    return value
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, toy_dir) -> tuple[Path, str]:
+    """A run of three steps on two replicas: its directory and what it printed."""
+    runs = tmp_path_factory.mktemp("runs")
+    return runs / "whole", launch(runs, "whole", "--max-steps=3", "--max-staleness=1", "--queue-size=32")
+
+
+def test_a_run_leaves_everything_it_promises(finished):
+    run_dir, _ = finished
+    for name in ("metrics.jsonl", "summary.json", "curves.png", "adapters", "checkpoints", "final", "attempts"):
+        assert (run_dir / name).exists(), name
+    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert list(summary) == [
+        "steps", "reward_first", "reward_last", "ratio_mean", "ratio_min", "ratio_max", "dropped_stale",
+        "num_publishes", "publish_s_p50", "wall_s", "trained_tokens", "generated_tokens", "replica_restarts",
+    ]  # fmt: skip
+    assert summary["steps"] == 3
+    assert summary["replica_restarts"] == 0
+    assert summary["trained_tokens"] == sum(
+        round(row["completions/mean_length"] * row["batch/samples"]) for row in rows_of(run_dir)
+    )
+
+
+def test_progress_and_the_end_are_said_in_plain_lines(finished):
+    run_dir, output = finished
+    assert re.search(r"step 3/3  reward 0\.\d+  ratio 1\.0\d+  staleness", output)
+    assert re.search(r"done: 3 steps in \d+ s, mean reward", output)
+    assert str(run_dir / "final") in output
+
+
+def test_on_policy_ratios_are_one(finished):
+    run_dir, _ = finished
+    rows = rows_of(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[0]["sample/on_policy_frac"] == 1.0
+    for row in rows:
+        limit = 1e-3 if row["sample/on_policy_frac"] == 1.0 else 0.1
+        assert abs(row["ratio"] - 1) < limit
+
+
+def test_the_policy_version_advances_on_every_replica(finished):
+    run_dir, _ = finished
+    logs = [path.read_text() for path in (run_dir / "jobs").glob("replica*.log")]
+    assert len(logs) == 2
+    newest = max(path.name for path in (run_dir / "adapters").iterdir())
+    assert newest.endswith("-v2")
+    for log in logs:
+        assert "-v0" in log
+        assert newest in log
+
+
+def test_retired_policies_are_gone_and_live_ones_are_kept(finished):
+    run_dir, _ = finished
+    versions = sorted(int(path.name.rsplit("-v", 1)[1]) for path in (run_dir / "adapters").iterdir())
+    assert versions == [1, 2]  # max_staleness 1
+
+
+def test_the_final_adapter_loads_with_peft_and_differs_from_the_base(finished, toy_dir):
+    run_dir, _ = finished
+    base = AutoModelForCausalLM.from_pretrained(toy_dir)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        before = base(ids).logits.clone()
+        model = PeftModel.from_pretrained(base, run_dir / "final")
+        after = model(ids).logits
+        with model.disable_adapter():
+            without = model(ids).logits
+    assert not torch.equal(before, after)
+    assert torch.equal(before, without)
+    assert "base_model" in (run_dir / "final" / "README.md").read_text()
+
+
+def test_nothing_is_left_running_after_a_run(finished):
+    run_dir, _ = finished
+    assert processes_of(run_dir) == []
+
+
+def test_a_complete_run_started_again_has_nothing_left_to_do(finished):
+    run_dir, _ = finished
+    output = launch(run_dir.parent, "whole", "--max-steps=3")
+    assert "resuming from" in output
+    assert [row["step"] for row in rows_of(run_dir)] == [1, 2, 3]
+
+
+def test_a_run_whose_trainer_was_killed_resumes_from_its_checkpoint(tmp_path, toy_dir):
+    run_dir = tmp_path / "killed"
+    first = subprocess.Popen(command(tmp_path, "killed", "--max-steps=500"), stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: any((p / "complete").exists() for p in (run_dir / "checkpoints").glob("*")))
+    trainer = next(p for p in processes_of(run_dir) if any("trainer.py" in word for word in p.cmdline()))
+    trainer.kill()
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode != 0
+    assert processes_of(run_dir) == []
+    steps_seen = [int(step) for step in re.findall(r"^step (\d+)/", output, re.MULTILINE)]
+    saved = bucket.newest_checkpoint(run_dir)[0]
+    step = bucket.checkpoint_key(saved.name)[1]
+    assert step <= steps_seen[-1] <= step + 2
+
+    output = launch(tmp_path, "killed", f"--max-steps={step + 2}")
+    assert f"resuming from {saved}" in output
+    rows = rows_of(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, step + 3))
+    versions = [int(p.name.rsplit("-v", 1)[1]) for p in (run_dir / "adapters").iterdir()]
+    assert max(versions) == step + 1  # the count of syncs goes on: one per step, none after the last
+    assert len(list((run_dir / "attempts").glob("*.json"))) == 2
+    assert rows[-1]["sample/trained_tokens_total"] == sum(
+        round(row["completions/mean_length"] * row["batch/samples"]) for row in rows
+    )
+
+
+@pytest.mark.parametrize("moment", ["replicas start", "training"])
+def test_ctrl_c_ends_everything_within_ten_seconds(tmp_path, toy_dir, moment):
+    run_dir = tmp_path / "stopped"
+    process = subprocess.Popen(
+        command(tmp_path, "stopped", "--max-steps=500"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if moment == "training":
+        wait_for(lambda: any("step 2/" in path.read_text() for path in run_dir.glob("jobs/trainer*.log")))
+    else:
+        wait_for(lambda: len(list(run_dir.glob("jobs/replica*.json"))) == 2)
+    assert processes_of(run_dir)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "stopping" in output
+    assert processes_of(run_dir) == []
+    if moment == "training":
+        assert bucket.newest_checkpoint(run_dir)[0], "what was learned is saved"
+
+
+def test_a_replica_that_dies_is_replaced_and_the_run_completes(tmp_path, toy_dir):
+    run_dir = tmp_path / "lost"
+    process = subprocess.Popen(command(tmp_path, "lost", "--max-steps=12"), stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: any("step 2/" in path.read_text() for path in run_dir.glob("jobs/trainer*.log")))
+    job = json.loads(next(run_dir.glob("jobs/replica1*.json")).read_text())
+    os.killpg(job["pid"], signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "replica 1" in output
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == 12
+    assert summary["replica_restarts"] == 1
+    for row in rows_of(run_dir):
+        assert abs(row["ratio"] - 1) < 0.1
+
+
+def test_a_checkpoint_is_itself_an_adapter(finished):
+    run_dir, _ = finished
+    saved, _ = bucket.newest_checkpoint(run_dir)
+    final = load_file(run_dir / "final" / "adapter_model.safetensors")
+    checkpoint = load_file(saved / "adapter_model.safetensors")
+    assert final.keys() == checkpoint.keys()
+    assert all(torch.equal(final[name], checkpoint[name]) for name in final)

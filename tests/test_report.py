@@ -1,0 +1,101 @@
+"""report.py: the line after a step, the bottleneck, the summary, the curves."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+import report
+from config import Config
+from launch import STEP
+
+CFG = Config()
+
+
+def row(step: int, **changes) -> dict:
+    """A step of a trainer that never waits and whose queue is nearly full."""
+    return {
+        "step": step, "reward/mean": 0.5, "ratio": 1.0, "batch/samples": 128, "batch/samples_per_row": 12.0,
+        "perf/step_s": 10.0, "perf/rollout_wait_s": 0.1, "perf/weight_sync_stall_s": 0.0, "perf/trained_tok_s": 16000.0,
+        "perf/wall_s": 10.0 * step, "rollout/backpressure_s": 15.0, "rollout/inflight": 250,
+        "rollout/inflight_limit": 256, "rollout/generated_tok_s": 16000.0, "rollout/generated_tokens_total": 900,
+        "sample/queue_size": 476, "sample/staleness_mean": 1.0, "sample/dropped_stale_total": 0,
+        "sample/trained_tokens_total": 800, "publish/num_total": 3,
+    } | changes  # fmt: skip
+
+
+def rows(**changes) -> list[dict]:
+    return [row(step, **changes) for step in range(1, 11)]
+
+
+def test_a_trainer_with_few_samples_per_row_is_told_to_pack_more():
+    text = report.diagnose(rows(**{"batch/samples_per_row": 1.0}), CFG)
+    assert text.startswith("trainer-bound: queue 476/512")
+    assert "1.0 samples per row: raise --token-budget" in text
+
+
+def test_a_trainer_that_recomputes_is_told_to_turn_checkpointing_off():
+    text = report.diagnose(rows(), dataclasses.replace(CFG, gradient_checkpointing=True))
+    assert "--no-gradient-checkpointing" in text
+
+
+def test_a_packed_trainer_that_is_still_behind_needs_more_gpus():
+    text = report.diagnose(rows(), CFG)
+    assert text.startswith("trainer-bound")
+    assert "--trainer-flavor" in text
+
+
+def test_a_waiting_trainer_with_all_slots_taken_is_told_to_raise_the_cap_or_add_replicas():
+    text = report.diagnose(rows(**{"perf/rollout_wait_s": 4.0, "sample/queue_size": 3}), CFG)
+    assert text.startswith("rollout-bound: queue 3/512, waited 4.0 s of 10.0 s")
+    assert "raise --inflight-per-replica" in text
+    assert "--replicas" in text
+
+
+def test_a_waiting_trainer_with_free_slots_needs_replicas():
+    starved = {"perf/rollout_wait_s": 4.0, "sample/queue_size": 3, "rollout/inflight": 100}
+    text = report.diagnose(rows(**starved), CFG)
+    assert "100/256 in flight: add --replicas" in text
+    assert "inflight-per-replica" not in text
+
+
+def test_slow_snapshots_and_stale_rollouts_are_named_first():
+    assert report.diagnose(rows(**{"perf/weight_sync_stall_s": 1.0}), CFG).startswith("sync-bound")
+    dropping = [row(step, **{"sample/dropped_stale_total": 40 * step}) for step in range(1, 11)]
+    assert report.diagnose(dropping, CFG).startswith("stale: 360 completions")
+
+
+def test_the_summary_holds_the_first_five_and_last_ten_steps():
+    many = [row(step, **{"reward/mean": step / 100, "ratio": 1 + step / 1000}) for step in range(1, 31)]
+    del many[4]["ratio"]  # a step without signal has none
+    summary = report.summarize(many, [0.1, 0.3, 0.2], replica_restarts=2)
+    assert summary["reward_first"] == 0.03
+    assert summary["reward_last"] == 0.255
+    assert (summary["ratio_min"], summary["ratio_max"]) == (1.001, 1.03)
+    assert (summary["steps"], summary["publish_s_p50"], summary["replica_restarts"]) == (30, 0.2, 2)
+
+
+def test_a_run_without_a_step_has_a_summary_too():
+    assert report.summarize([], [], 0)["ratio_mean"] is None
+
+
+def test_the_launcher_reads_the_line_that_the_trainer_prints():
+    line = report.step_line(row(7), dataclasses.replace(CFG, max_steps=10), recent_s=30.0)
+    step = STEP.match(line)
+    assert (step.group(1), step.group(2)) == ("7", "10")
+    assert re.search(r"reward 0\.500  ratio 1\.0000 .* left 1:30$", line)
+    assert STEP.match(report.step_line({k: v for k, v in row(7).items() if k != "ratio"}, CFG, 1.0))
+
+
+def test_curves_of_one_run_or_of_several_are_drawn(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows()))
+    assert report.plot_runs([str(tmp_path / "one"), str(tmp_path / "two")]) == 0
+    assert (tmp_path / "one" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_directory_without_metrics_is_named(tmp_path):
+    with pytest.raises(ValueError, match="give the directory of a run"):
+        report.plot_runs([str(tmp_path)])
