@@ -3,14 +3,18 @@
     python launch.py --replicas 2                            # on HF Jobs: needs `hf auth login`
     python launch.py --local --replicas 2                    # the same Jobs as local processes: no account, no GPU
     python launch.py --dry-run                               # print the Jobs and what they cost per hour
+    python launch.py --replicas 2 --detach                   # leave as soon as the trainer Job runs
     python launch.py --status RUN | --logs RUN | --stop RUN  # from any terminal, any day
 
 Everything that can be wrong is checked first. Then N replica Jobs start and, when all are healthy, the trainer Job,
-whose log is followed here. Whatever happens, every Job is cancelled at the end. The same --run again resumes the run.
+whose log is followed here. Whatever happens, every Job is cancelled at the end; without this machine, by the trainer
+Job (trainer_job.py) or the replicas' dead-man switch (replica.sh). The same --run again resumes the run.
 One code path: the calls go to huggingface_hub.HfApi, or to local_jobs.LocalJobs, which has the same ones.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import queue
@@ -21,19 +25,21 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import requests
 from tqdm import tqdm
 
+import hub_jobs
 from config import Config, config_from, fail, flag, make_parser, max_loras, served_rank, to_flags
+from hub_jobs import API_ERRORS, BUCKET_IN_JOB, SCRIPTS_IN_JOB, one_line, patiently
 from local_jobs import SHARED_CORES, TERMINAL, LocalJobs
 
 HERE = Path(__file__).resolve().parent
 REPLICA_PORT = 8000
-SCRIPTS_IN_JOB, BUCKET_IN_JOB = "/code", "/lora"
 
 
 class LaunchError(Exception):
@@ -49,17 +55,18 @@ class Place:
     code: str  # the scripts' directory as Jobs see it
     python: str
     poll_s: float  # between two looks at the Jobs
+    patience_s: float  # how long calls are made again while the Hub is busy or broken, and Jobs may take to end
 
 
-LOCAL_PLACE = Place(True, "", str(HERE), sys.executable, 0.3)
-HF_PLACE = Place(False, BUCKET_IN_JOB, SCRIPTS_IN_JOB, "python3", 5.0)
+LOCAL_PLACE = Place(True, "", str(HERE), sys.executable, 0.3, 20)
+HF_PLACE = Place(False, BUCKET_IN_JOB, SCRIPTS_IN_JOB, "python3", 5.0, 300)
 
 
 # --- what is run -----------------------------------------------------------------------------------------------------
 
 
-def replica_job(cfg: Config, place: Place, index: int) -> dict:
-    """Arguments of run_job for one replica."""
+def replica_job(cfg: Config, place: Place, attempt: str, index: int, restart: int = 0) -> dict:
+    """Arguments of run_job for one replica. attempt: this launch's number; restart: how many replicas were replaced."""
     env = {
         "MODEL": cfg.model,
         "DTYPE": cfg.dtype,
@@ -73,54 +80,64 @@ def replica_job(cfg: Config, place: Place, index: int) -> dict:
         "HEARTBEATS": f"{place.bucket}/{cfg.run}/attempts",
         "IDLE_SHUTDOWN_MIN": f"{cfg.idle_shutdown_min:g}",
     }
+    reached = {"expose": [REPLICA_PORT]}
+    if cfg.network_group:  # an alias of its own: the name of a lost replica may still lead to where that one was
+        alias = f"replica-{index}-{restart}-{int(attempt):x}"
+        reached = {"network_group": cfg.network_group, "network_aliases": [alias]}
     return {
+        "name": f"{cfg.run}-replica-{index}",
         "image": cfg.image,
         "command": ["bash", f"{place.code}/replica.sh"],
         "env": env,
         "flavor": cfg.replica_flavor,
         "timeout": int((cfg.timeout_h + 0.5) * 3600),  # the platform's default is 30 minutes
-        "labels": {"run": cfg.run, "role": "replica", "replica": str(index)},
-        "expose": [REPLICA_PORT],
-    }
+        "labels": {"run": cfg.run, "role": "replica", "attempt": attempt, "replica": str(index),
+                   "restart": str(restart)},
+        **reached,
+    }  # fmt: skip
 
 
-def trainer_job(cfg: Config, place: Place, replicas: list[dict]) -> dict:
+def trainer_job(cfg: Config, place: Place, attempt: str, replicas: list[dict]) -> dict:
     """Arguments of run_job for the trainer. replicas: [{"id", "url", "job"}, ...]."""
     flags = to_flags(dataclasses.replace(cfg, bucket=place.bucket))
     command = [place.python, f"{place.code}/trainer_job.py", *flags]
     if not place.local:
-        install = f"pip install -q -r {place.code}/requirements.txt"
+        install = f"{place.python} -m pip install -q -r {place.code}/requirements.txt"
         command = ["bash", "-c", f'{install} && cd {place.code} && exec "$@"', "trainer", *command]
+    env = {"REPLICAS": json.dumps(replicas), "ATTEMPT": attempt, "PYTHONUNBUFFERED": "1"}
     return {
+        "name": f"{cfg.run}-trainer",
         "image": cfg.image,
         "command": command,
-        "env": {"REPLICAS": json.dumps(replicas), "PYTHONUNBUFFERED": "1"},
+        "env": env if place.local else env | {"PIP_BREAK_SYSTEM_PACKAGES": "1"},  # the image is the Job's own
         "flavor": cfg.trainer_flavor,
         "timeout": int(cfg.timeout_h * 3600),
-        "labels": {"run": cfg.run, "role": "trainer"},
+        "labels": {"run": cfg.run, "role": "trainer", "attempt": attempt},
+        **({"network_group": cfg.network_group} if cfg.network_group else {}),
     }
 
 
 def plan(cfg: Config, place: Place, dollars_per_hour: dict[str, float]) -> str:
     """What will run and what it costs, in plain words. dollars_per_hour: flavor -> price; not needed if local."""
-    lines = [
+    run = (
         f"run {cfg.run}: {cfg.max_steps} steps of {cfg.batch_size} completions, {cfg.group_size} per prompt; "
-        f"LoRA rank {cfg.lora_rank} on {cfg.model}; prompts of {cfg.dataset}"
-    ]
+        f"LoRA rank {cfg.lora_rank} on {cfg.model}; prompts of {cfg.dataset}\n"
+    )
     if place.local:
-        return "\n".join(
-            [*lines, f"on this machine: 1 trainer, {cfg.replicas} replicas ({cfg.engine}), bucket {cfg.bucket}"]
-        )
+        return f"{run}on this machine: 1 trainer, {cfg.replicas} replicas ({cfg.engine}), bucket {cfg.bucket}"
     trainer, replica = dollars_per_hour[cfg.trainer_flavor], dollars_per_hour[cfg.replica_flavor]
     total = trainer + cfg.replicas * replica
-    return "\n".join(
-        [
-            *lines,
-            f"Jobs: 1 trainer on {cfg.trainer_flavor} (${trainer:.2f}/h), {cfg.replicas} replicas on "
-            f"{cfg.replica_flavor} (${replica:.2f}/h each), bucket {cfg.bucket}",
-            f"${total:.2f} per hour, ${total * cfg.timeout_h:.2f} at most (--timeout-h {cfg.timeout_h:g})",
-        ]
+    return (
+        f"{run}Jobs of {cfg.namespace}: 1 trainer on {cfg.trainer_flavor} (${trainer:.2f}/h), {cfg.replicas} replicas "
+        f"on {cfg.replica_flavor} (${replica:.2f}/h each), bucket {cfg.bucket}\n"
+        f"${total:.2f} per hour, ${total * cfg.timeout_h:.2f} at most (--timeout-h {cfg.timeout_h:g})"
     )
+
+
+def cost(jobs: list[Any], dollars_per_hour: dict[str, float]) -> float:
+    """Dollars that these Jobs have cost so far; time in SCHEDULING is free."""
+    ran = [(job.flavor, job.durations.running_secs or 0) for job in jobs if job.durations]
+    return sum(dollars_per_hour.get(flavor, 0.0) * seconds / 3600 for flavor, seconds in ran)
 
 
 # --- checks that cost nothing ----------------------------------------------------------------------------------------
@@ -136,34 +153,23 @@ def first_row(path: Path) -> dict:
         return json.loads(file.readline())
 
 
-def check_data(cfg: Config) -> None:
-    """Exit unless model and dataset are there and have what is needed; only local ones can be looked into."""
-    if is_path(cfg.model) and not Path(cfg.model, "config.json").exists():
+def check_local_data(cfg: Config) -> None:
+    """Exit unless local model and dataset are there and have what is needed."""
+    config_file = Path(cfg.model, "config.json")
+    if hub_jobs.is_path(cfg.model) and not config_file.exists():
         fail(f"--model {cfg.model}: no config.json there; give a model directory or a Hub name")
-    if Path(cfg.model, "config.json").exists():
-        context = json.loads(Path(cfg.model, "config.json").read_text()).get(
-            "max_position_embeddings", cfg.max_model_len
-        )
-        if context < cfg.max_model_len:
-            fail(
-                f"--max-model-len {cfg.max_model_len}: {cfg.model} has a context of {context} tokens; use that or less"
-            )
-    path = Path(cfg.dataset)
-    if not is_path(cfg.dataset) and path.suffix not in (".jsonl", ".json", ".parquet"):
+    if config_file.exists():
+        hub_jobs.check_context(cfg, config_file)
+    if not hub_jobs.is_path(cfg.dataset):
         return
     try:
-        row = first_row(path)
+        row = first_row(Path(cfg.dataset))
     except (OSError, ValueError, StopIteration) as error:
         fail(f"--dataset {cfg.dataset}: cannot be read as JSON lines or Parquet: {error}")
     for name in ("prompt_column", "answer_column"):
         column = getattr(cfg, name).split(".")[0]
         if column not in row:
             fail(f"{flag(name)} {getattr(cfg, name)}: {cfg.dataset} has the columns {', '.join(row)}")
-
-
-def is_path(name: str) -> bool:
-    """Whether a model or dataset is meant as a path: Hub names have at most one slash and do not begin with . or ~."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir()
 
 
 def check_reward(cfg: Config) -> None:
@@ -205,166 +211,222 @@ def with_toy(cfg: Config) -> Config:
     if built.returncode != 0:
         raise LaunchError("the toy model could not be built: see above")
     directory = built.stdout.strip().splitlines()[-1]
-    return dataclasses.replace(
-        cfg,
-        model=directory if cfg.model == "toy" else cfg.model,
-        dataset=f"{directory}/train.jsonl" if cfg.dataset == "toy" else cfg.dataset,
-    )
-
-
-# --- Jobs of one run -------------------------------------------------------------------------------------------------
+    toy = {"model": directory, "dataset": f"{directory}/train.jsonl"}
+    return dataclasses.replace(cfg, **{name: path for name, path in toy.items() if getattr(cfg, name) == "toy"})
 
 
 @dataclass
 class Fleet:
-    """The Jobs of one run and the calls that start, watch and cancel them."""
+    """The Jobs of one launch of a run, and the calls that start, watch and cancel them."""
 
-    api: object  # HfApi or LocalJobs
+    api: Any  # HfApi or LocalJobs
     cfg: Config
     place: Place
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
     volumes: dict[str, list] = field(default_factory=dict)  # role -> volumes
-    namespace: str | None = None
+    prices: dict[str, float] = field(default_factory=dict)  # flavor -> dollars per hour
+    attempt: str = field(default_factory=lambda: str(time.time_ns() // 1_000_000))
     replicas: dict[int, str] = field(default_factory=dict)  # index -> id of the Job that serves now
-    urls: dict[int, str] = field(default_factory=dict)
+    urls: dict[int, str] = field(default_factory=dict)  # index -> how the proxy reaches it
     trainer: str = ""
     restarts: int = 0
+    jobs: dict[str, Any] = field(default_factory=dict)  # every Job of this launch, as last seen
+    submitting: bool = False  # a submission was cut short: its Job may still come to be
+    beat_at: float = float("-inf")  # time.monotonic() of the last heartbeat from here
+
+    def ask(self, complaint: str, call: Callable[[], Any]) -> Any:
+        """A call to the Hub, made again while it is busy or broken; LaunchError if it stays so or refuses."""
+        try:
+            return patiently(self.place.patience_s, call)
+        except API_ERRORS as error:
+            raise LaunchError(f"{complaint}: {one_line(error)}") from error
+
+    def here(self) -> dict[str, str]:
+        """The arguments of every call: Jobs of an organisation are not found under the user."""
+        return {"namespace": self.cfg.namespace or None}
+
+    def find(self, **labels: str) -> list[Any]:
+        """Jobs of the run with these labels, whoever started them."""
+        wanted = {"run": self.cfg.run, **labels}
+        return self.ask("the Jobs cannot be listed", lambda: [*self.api.list_jobs(labels=wanted, **self.here())])
+
+    def inspect(self, job_id: str) -> Any:
+        """The Job as the platform sees it."""
+        complaint = f"Job {job_id} cannot be looked at"
+        self.jobs[job_id] = self.ask(complaint, lambda: self.api.inspect_job(job_id=job_id, **self.here()))
+        return self.jobs[job_id]
+
+    def whole(self, spec: dict) -> dict:
+        """All arguments of run_job, the secrets too."""
+        return {**spec, "secrets": self.secrets, "volumes": self.volumes.get(spec["labels"]["role"], []), **self.here()}
 
     def submit(self, spec: dict) -> str:
-        """Start a Job and return its id; one that a failed call has created all the same is found by its label."""
-        spec = {**spec, "labels": {**spec["labels"], "submission": f"{time.time_ns():x}"}}
-        spec |= {"secrets": self.secrets, "volumes": self.volumes.get(spec["labels"]["role"], [])}
-        for attempt in range(5):
-            try:
-                return self.api.run_job(**spec, namespace=self.namespace).id
-            except Exception as error:
-                created = list(self.api.list_jobs(labels=spec["labels"], namespace=self.namespace))
-                if created:
-                    return created[0].id
-                wait_s = retry_after_s(error, attempt)
-                if wait_s is None or attempt == 4:
-                    raise LaunchError(f"{spec['labels']['role']} Job was not accepted: {error}") from error
-                time.sleep(wait_s)
-        raise AssertionError("unreachable")
+        """Start a Job and return its id; one that a failed call has created all the same is found by its labels."""
+        labels, first = spec["labels"], True
 
-    def inspect(self, job_id: str) -> SimpleNamespace:
-        """The Job as the platform sees it."""
-        return self.api.inspect_job(job_id=job_id, namespace=self.namespace)
+        def create() -> Any:
+            nonlocal first
+            created = [] if first else [*self.api.list_jobs(labels=labels, **self.here())]
+            first = False
+            return created[0] if created else self.api.run_job(**self.whole(spec))
+
+        self.submitting = True
+        job = self.ask(f"the {labels['role']} Job was not accepted", create)
+        self.submitting = False
+        self.jobs[job.id] = job
+        return job.id
 
     def start_replica(self, index: int) -> None:
         """Submit the Job of one replica."""
-        self.replicas[index] = self.submit(replica_job(self.cfg, self.place, index))
+        self.replicas[index] = self.submit(replica_job(self.cfg, self.place, self.attempt, index, self.restarts))
         self.urls.pop(index, None)
 
     def wait_until_healthy(self) -> None:
-        """Wait for every replica's /health; LaunchError with its last log lines if one ends or takes too long."""
+        """Wait until every replica serves; LaunchError with its last log lines if one ends or takes too long."""
         scheduled_until = time.monotonic() + 60 * self.cfg.schedule_wait_min
-        healthy_until = dict.fromkeys(self.replicas, 0.0)
-        waiting = set(self.replicas)
-        while waiting:
-            for index in sorted(waiting):
+        healthy_until: dict[int, float] = {}
+        while waiting := sorted(self.replicas.keys() - self.urls.keys()):
+            for index in waiting:
                 job = self.inspect(self.replicas[index])
-                if job.status.stage in TERMINAL:
-                    raise LaunchError(f"replica {index} ({job.id}) ended: {job.status.message}\n{self.tail(job.id)}")
-                if job.status.stage != "RUNNING":
-                    if time.monotonic() > scheduled_until:
-                        raise LaunchError(f"replica {index} ({job.id}) is still {job.status.stage}: try another "
-                                          f"--replica-flavor or raise --schedule-wait-min")  # fmt: skip
-                    continue
-                healthy_until[index] = healthy_until[index] or time.monotonic() + 60 * self.cfg.ready_wait_min
-                if self.is_healthy(job):
-                    self.urls[index] = job.status.expose_urls[0].rstrip("/")
-                    waiting.discard(index)
-                    print(f"replica {index} is healthy ({job.id})", flush=True)
-                elif time.monotonic() > healthy_until[index]:
-                    raise LaunchError(f"replica {index} ({job.id}) is not healthy after {self.cfg.ready_wait_min:g} min"
-                                      f"\n{self.tail(job.id)}")  # fmt: skip
+                if job.status.stage == "RUNNING":
+                    healthy_until.setdefault(index, time.monotonic() + 60 * self.cfg.ready_wait_min)
+                self.greet(index, job, healthy_until.get(index, scheduled_until))
+            self.keep_awake()
             time.sleep(self.place.poll_s if waiting else 0)
 
-    def is_healthy(self, job: SimpleNamespace) -> bool:
-        """Whether the replica answers /health with 200; the token goes to its own URL only."""
+    def greet(self, index: int, job: Any, until: float) -> None:
+        """Note a replica's URL if it is healthy; LaunchError if it has ended, or is not healthy until `until`."""
+        name, stage = f"replica {index} ({job.id})", job.status.stage
+        if stage in TERMINAL:
+            raise LaunchError(f"{name} ended: {job.status.message or stage}\n{self.tail(job.id)}")
+        problem = self.sickness(job) if stage == "RUNNING" else stage
+        if not problem:
+            self.urls[index] = address(job)
+            print(f"{name} is {'running' if self.cfg.network_group else 'healthy'}", flush=True)
+        elif time.monotonic() > until and stage == "RUNNING":
+            raise LaunchError(f"{name} is not healthy after {self.cfg.ready_wait_min:g} min: {problem}\n"
+                              f"{self.tail(job.id)}")  # fmt: skip
+        elif time.monotonic() > until:
+            raise LaunchError(f"{name} is still {stage} after {self.cfg.schedule_wait_min:g} min: try another "
+                              "--replica-flavor or raise --schedule-wait-min")  # fmt: skip
+
+    def sickness(self, job: Any) -> str:
+        """Why a running replica does not serve yet, '' if it does; the token goes to its own URL only."""
+        if self.cfg.network_group:
+            return ""  # nothing outside the group can ask: the proxy does
+        if not address(job):
+            return "it has no URL"
         headers = {"Authorization": f"Bearer {self.secrets['HF_TOKEN']}"} if self.secrets else {}
-        url = (job.status.expose_urls or [""])[0].rstrip("/")
         try:
-            answer = requests.get(f"{url}/health", headers=headers, timeout=5, allow_redirects=False)
-        except requests.RequestException:
-            return False
+            answer = requests.get(f"{address(job)}/health", headers=headers, timeout=5, allow_redirects=False)
+        except requests.RequestException as error:
+            return f"/health does not answer ({type(error).__name__})"
         if answer.status_code in (401, 403):
-            raise LaunchError(f"replica at {url} refuses the token: it needs read access to the Job's namespace")
-        return answer.status_code == 200
+            raise LaunchError(f"{address(job)} refuses the token: it needs read access to the Jobs of "
+                              f"{self.cfg.namespace}")  # fmt: skip
+        return "" if answer.status_code == 200 else f"/health answers {answer.status_code}"
 
     def tail(self, job_id: str, num_lines: int = 15) -> str:
         """The last lines of a Job's log."""
         try:
-            lines = list(self.api.fetch_job_logs(job_id=job_id, follow=False, namespace=self.namespace))
-        except Exception as error:
-            return f"(no log: {error})"
+            lines = list(self.api.fetch_job_logs(job_id=job_id, follow=False, tail=num_lines, **self.here()))
+        except API_ERRORS as error:
+            return f"  (no log: {one_line(error)})"
         return "\n".join(f"  | {line}" for line in lines[-num_lines:])
 
     def known_replicas(self) -> list[dict]:
         """What the proxy is told: id, URL and Job of every replica that has a URL."""
         return [{"id": str(i), "url": self.urls[i], "job": self.replicas[i]} for i in sorted(self.urls)]
 
-    def replace_ended(self) -> None:
+    def look_after_replicas(self) -> None:
         """Start a new Job for every replica whose Job has ended, and tell the trainer Job through the bucket."""
         for index, job_id in list(self.replicas.items()):
             job = self.inspect(job_id)
-            if job.status.stage in TERMINAL:
-                if self.restarts >= self.cfg.replica_restarts:
-                    raise LaunchError(f"replica {index} ({job_id}) ended ({job.status.message}) and all "
-                                      f"{self.restarts} --replica-restarts are used\n{self.tail(job_id)}")  # fmt: skip
-                self.restarts += 1
-                tqdm.write(f"replica {index} ({job_id}) ended ({job.status.message}): starting another")
-                self.start_replica(index)
-            elif index not in self.urls and job.status.stage == "RUNNING" and job.status.expose_urls:
-                self.urls[index] = job.status.expose_urls[0].rstrip("/")
+            if job.status.stage == "CANCELED":  # by hand, or by the trainer Job at its end: somebody wants it gone
+                del self.replicas[index]
+                self.urls.pop(index, None)
+            elif job.status.stage in TERMINAL:
+                self.replace(index, job)
+            elif index not in self.urls and job.status.stage == "RUNNING" and address(job):
+                self.urls[index] = address(job)
                 self.announce()
+
+    def replace(self, index: int, job: Any) -> None:
+        """Start another Job for a replica whose Job has ended; LaunchError if there were too many."""
+        ended = f"replica {index} ({job.id}) ended ({job.status.message or job.status.stage})"
+        if self.restarts >= self.cfg.replica_restarts:
+            raise LaunchError(f"{ended} and all {self.restarts} --replica-restarts are used\n{self.tail(job.id)}")
+        self.restarts += 1
+        tqdm.write(f"{ended}: starting another")
+        self.start_replica(index)
 
     def announce(self) -> None:
         """Write replicas.json into the bucket: the only way to reach the trainer Job from outside."""
-        document = {"replicas": self.known_replicas(), "restarts": self.restarts}
-        files = [(json.dumps(document).encode(), f"{self.cfg.run}/replicas.json")]
-        self.api.batch_bucket_files(self.cfg.bucket, add=files)
+        document = {"attempt": self.attempt, "replicas": self.known_replicas(), "restarts": self.restarts}
+        self.put("replicas.json", json.dumps(document))
 
-    def running(self) -> list[SimpleNamespace]:
-        """Jobs of this run that have not ended, whoever started them."""
-        jobs = self.api.list_jobs(labels={"run": self.cfg.run}, namespace=self.namespace)
-        return [job for job in jobs if job.status.stage not in TERMINAL]
+    def keep_awake(self) -> None:
+        """A heartbeat for replicas that wait for the trainer: without any they stop themselves."""
+        if time.monotonic() - self.beat_at > 60 * self.cfg.idle_shutdown_min / 4:
+            self.beat_at = time.monotonic()
+            self.put(f"attempts/launcher-{self.attempt}.heartbeat", f"{time.time_ns()}\n")
 
-    def cancel_all(self) -> list[str]:
-        """Cancel every Job of the run that has not ended, the replicas too; returns what could not be cancelled."""
-        for attempt in range(3):
-            left = self.running()
-            threads = [threading.Thread(target=self._cancel, args=(job.id,)) for job in left]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(30)
-            if not left:
+    def put(self, name: str, text: str) -> None:
+        """Write a small file into the run's directory in the bucket."""
+        add = [(text.encode(), f"{self.cfg.run}/{name}")]
+        self.ask(f"{name} cannot be written into bucket {self.cfg.bucket}",
+                 lambda: self.api.batch_bucket_files(self.cfg.bucket, add=add))  # fmt: skip
+
+    def running(self, **labels: str) -> list[Any]:
+        """Jobs of the run with these labels that have not ended."""
+        return [job for job in self.find(**labels) if job.status.stage not in TERMINAL]
+
+    def cancel_all(self, **labels: str) -> list[str]:
+        """Cancel the run's Jobs with these labels and wait for their end; ids of those that run after patience_s."""
+        began, asked, left = time.monotonic(), dict[str, float](), None
+        # A submission that was cut short may make a Job after the first look.
+        settled_s = self.place.patience_s / 10 if self.submitting else 0
+        while (passed_s := time.monotonic() - began) < self.place.patience_s:
+            with contextlib.suppress(LaunchError):  # whatever the Hub says now, it may say something else soon
+                left = [job.id for job in self.running(**labels)]
+            if left == [] and passed_s >= settled_s:
                 return []
-            time.sleep(attempt)
-        return [job.id for job in self.running()]
+            due = [job_id for job_id in left or [] if asked.get(job_id, 0) < time.monotonic() - 2 * self.place.poll_s]
+            self.cancel(due)
+            asked |= dict.fromkeys(due, time.monotonic())
+            time.sleep(self.place.poll_s / 5)
+        return self.last_seen_alive() if left is None else left
 
-    def _cancel(self, job_id: str) -> None:
-        try:
-            self.api.cancel_job(job_id=job_id, namespace=self.namespace)
-        except Exception as error:
-            print(f"could not cancel {job_id}: {error}", flush=True)
+    def last_seen_alive(self) -> list[str]:
+        """Ids of this launch's Jobs that had not ended when they were last looked at."""
+        return [job.id for job in self.jobs.values() if job.status.stage not in TERMINAL]
+
+    def cancel(self, job_ids: list[str]) -> None:
+        """Ask for the end of these Jobs, all at once; who does not end is asked again by the caller."""
+
+        def ask(job_id: str) -> None:
+            try:
+                self.api.cancel_job(job_id=job_id, **self.here())
+            except API_ERRORS as error:
+                print(f"could not cancel {job_id}, trying again: {one_line(error)}", flush=True)
+
+        threads = [threading.Thread(target=ask, args=(job_id,), daemon=True) for job_id in job_ids]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
 
 
-def retry_after_s(error: Exception, attempt: int) -> float | None:
-    """Seconds to wait before a call is tried again: 429 says so, 5xx and broken connections back off; else None."""
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", None)
-    if status == 429:
-        return float(response.headers.get("Retry-After", 2**attempt))
-    broken = status is None and isinstance(error, OSError)
-    return 2.0**attempt if broken or (status or 0) >= 500 else None
+def address(job: Any) -> str:
+    """How the proxy reaches a replica; '' if that is not known yet. The trainer Job knows its group's prefix."""
+    if job.network:
+        return f"http://${{HF_NETWORK_GROUP_PREFIX}}{job.network.aliases[0]}:{REPLICA_PORT}"
+    return (job.status.expose_urls or [""])[0].rstrip("/")
 
 
 # --- follow ----------------------------------------------------------------------------------------------------------
 
-STEP = re.compile(r"step (\d+)/(\d+)  (.*)")  # what trainer.py prints after every step
+STEP = re.compile(r"step (\d+)/(\d+)  (.*)")  # what trainer.py prints after every step, the time left at its end
 
 
 class Follower:
@@ -372,139 +434,145 @@ class Follower:
 
     def __init__(self, fleet: Fleet):
         self.fleet, self.lines, self.ended = fleet, queue.Queue(), threading.Event()
-        self.bar = tqdm(total=fleet.cfg.max_steps, unit="step", disable=None, dynamic_ncols=True)
+        self.bar = tqdm(total=fleet.cfg.max_steps, disable=None, dynamic_ncols=True,
+                        bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}")  # fmt: skip
         threading.Thread(target=self._read, daemon=True).start()
 
     def show_new_lines(self) -> None:
         """Show what has come since the last call."""
+        fleet = self.fleet
+        spent = f"  ${cost(list(fleet.jobs.values()), fleet.prices):.2f} so far" if fleet.prices else ""
         while not self.lines.empty():
             line = self.lines.get()
             step = STEP.match(line)
             if step and not self.bar.disable:
                 self.bar.n = int(step.group(1))
-                self.bar.set_postfix_str(step.group(3))
+                self.bar.set_postfix_str(step.group(3) + spent)
             elif not line.startswith("proxy:"):
-                tqdm.write(line)
+                tqdm.write(line + (spent if step else ""))
 
     def _read(self) -> None:
         """A log stream that ends is not a Job that ended: read on, past what was seen, until it has."""
-        seen = 0
+        seen, complaint, fleet = 0, "", self.fleet
         while not self.ended.is_set():
             try:
-                fleet = self.fleet
-                logs = fleet.api.fetch_job_logs(job_id=fleet.trainer, follow=True, namespace=fleet.namespace)
-                for number, line in enumerate(logs):
-                    if number >= seen:
-                        self.lines.put(line)
-                        seen = number + 1
+                logs = fleet.api.fetch_job_logs(job_id=fleet.trainer, follow=True, **fleet.here())
+                for line in itertools.islice(logs, seen, None):
+                    self.lines.put(line)
+                    seen += 1
                 if fleet.inspect(fleet.trainer).status.stage in TERMINAL:
                     self.ended.set()
-            except Exception as error:
-                self.lines.put(f"(log stream broke, reading on: {error})")
-                self.ended.wait(5)
+            except (*API_ERRORS, LaunchError) as error:
+                if one_line(error) != complaint:
+                    complaint = one_line(error)
+                    self.lines.put(f"(the log stream broke, reading on: {complaint})")
+                self.ended.wait(fleet.place.poll_s)
 
 
-def follow(fleet: Fleet) -> int:
-    """Show the trainer's log and keep the replicas up until it ends; its exit code (1 if the platform does not say)."""
-    follower = Follower(fleet)
-    scheduled_until = time.monotonic() + 60 * fleet.cfg.schedule_wait_min
+def follow(fleet: Fleet, detach: bool = False) -> int:
+    """Show the trainer's log and keep the replicas up until it ends (if `detach`: runs); returns its exit code."""
+    follower, scheduled_until = None, time.monotonic() + 60 * fleet.cfg.schedule_wait_min
     try:
-        while True:
-            follower.show_new_lines()
-            job = fleet.inspect(fleet.trainer)
-            if job.status.stage in TERMINAL:
-                follower.ended.wait(10)  # the last lines may still be on their way
+        while (job := fleet.inspect(fleet.trainer)).status.stage not in TERMINAL:
+            waits = job.status.stage == "SCHEDULING"
+            if waits and time.monotonic() > scheduled_until:
+                raise LaunchError(f"the trainer Job ({job.id}) is still SCHEDULING after "
+                                  f"{fleet.cfg.schedule_wait_min:g} min: try another --trainer-flavor")  # fmt: skip
+            if waits:
+                fleet.keep_awake()
+            elif detach:
+                return 0
+            else:
+                follower = follower or Follower(fleet)
                 follower.show_new_lines()
-                break
-            if job.status.stage == "SCHEDULING" and time.monotonic() > scheduled_until:
-                raise LaunchError(f"the trainer Job ({job.id}) is still SCHEDULING: try another --trainer-flavor")
-            fleet.replace_ended()
+            fleet.look_after_replicas()
             time.sleep(fleet.place.poll_s)
+        follower = follower or Follower(fleet)
+        follower.ended.wait(10)  # the last lines may still be on their way
+        follower.show_new_lines()
     finally:
-        follower.ended.set()
-        follower.bar.close()
+        if follower:
+            follower.ended.set()
+            follower.bar.close()
     if job.status.stage == "COMPLETED":
         return 0
     code = re.search(r"exit code:? (\d+)", job.status.message or "")
-    print(f"the trainer Job ({job.id}) ended as {job.status.stage}: {job.status.message or 'no reason given'}")
+    print(f"error: the trainer Job ({job.id}) ended as {job.status.stage}: {job.status.message or 'no reason given'}",
+          file=sys.stderr)  # fmt: skip
     return int(code.group(1)) if code else 1
 
 
 # --- main ------------------------------------------------------------------------------------------------------------
 
 
-def hub(cfg: Config) -> tuple[Fleet, dict[str, float]]:
-    """A fleet on HF Jobs, and dollars per hour by flavor; exits where token or flavors are not what is needed."""
-    from huggingface_hub import HfApi, Volume, get_token
-
-    token = get_token()
-    if not token:
-        fail("no Hugging Face token: run `hf auth login` or set HF_TOKEN; without an account: launch.py --local")
-    api = HfApi(token=token)
-    try:
-        namespace = cfg.namespace or api.whoami()["name"]
-        prices = {h.name: h.unit_cost_usd * {"minute": 60, "hour": 1, "second": 3600}[h.unit_label]
-                  for h in api.list_jobs_hardware()}  # fmt: skip
-    except Exception as error:
-        fail(f"the Hub does not accept the token: {error}; run `hf auth login`")
-    for name in ("trainer_flavor", "replica_flavor"):
-        if getattr(cfg, name) not in prices:
-            fail(f"{flag(name)} {getattr(cfg, name)}: choose from {', '.join(prices)}")
-    bucket = cfg.bucket if "/" in cfg.bucket else f"{namespace}/{cfg.bucket}"
-    cfg = dataclasses.replace(cfg, namespace=namespace, bucket=bucket)
-    mount = {"type": "bucket", "source": bucket, "mount_path": BUCKET_IN_JOB}
-    volumes = {"trainer": [Volume(**mount)], "replica": [Volume(**mount, read_only=True)]}
-    return Fleet(api, cfg, HF_PLACE, {"HF_TOKEN": token}, volumes, namespace), prices
+def open_fleet(cfg: Config, local: bool) -> tuple[Fleet, dict]:
+    """The fleet of a run, and what the Hub says of the token's owner; exits if it says nothing."""
+    if local:
+        for name in ("namespace", "network_group"):
+            if getattr(cfg, name):
+                fail(f"{flag(name)} {getattr(cfg, name)}: is for HF Jobs; leave it out with --local")
+        place = dataclasses.replace(LOCAL_PLACE, bucket=str(Path(cfg.bucket).absolute()))
+        return Fleet(LocalJobs(cfg.bucket, cfg.run), cfg, place), {}
+    api = hub_jobs.open_hub()
+    fleet = Fleet(api, cfg, HF_PLACE, {"HF_TOKEN": api.token})
+    user = fleet.ask("the Hub does not say whose token this is", api.whoami)
+    fleet.cfg = hub_jobs.with_names(cfg, user)
+    fleet.volumes = hub_jobs.volumes_of(fleet.cfg)
+    return fleet, user
 
 
-def ship_scripts(fleet: Fleet) -> None:
-    """Create the bucket and copy the scripts to where Jobs mount them."""
-    if fleet.place.local:
-        return
-    fleet.api.create_bucket(fleet.cfg.bucket, private=True, exist_ok=True)
-    code = fleet.api.sync_job_volume(str(HERE), SCRIPTS_IN_JOB, namespace=fleet.namespace)
-    for volumes in fleet.volumes.values():
-        volumes.append(code)
+def check_hub(fleet: Fleet, user: dict) -> None:
+    """Exit unless Jobs can be run as asked; notes the prices."""
+    hub_jobs.check_token(user)
+    hardware = fleet.ask("the hardware cannot be listed", fleet.api.list_jobs_hardware)
+    fleet.prices = hub_jobs.check_flavors(fleet.cfg, hardware)
+    hub_jobs.check_readable(fleet.cfg, fleet.api)
 
 
-def launch(fleet: Fleet) -> int:
+def launch(fleet: Fleet, detach: bool) -> int:
     """Start everything, follow the trainer to its end, and cancel everything whatever happens."""
-    code = 1
+    code, keep = 1, False
     try:
-        ship_scripts(fleet)
+        if not fleet.place.local:
+            fleet.ask("bucket and scripts were not accepted", lambda: hub_jobs.ship_scripts(fleet.cfg, fleet.api, HERE))
         for index in range(fleet.cfg.replicas):
             fleet.start_replica(index)
         fleet.wait_until_healthy()
         fleet.announce()
-        fleet.trainer = fleet.submit(trainer_job(fleet.cfg, fleet.place, fleet.known_replicas()))
-        code = follow(fleet)
+        fleet.trainer = fleet.submit(trainer_job(fleet.cfg, fleet.place, fleet.attempt, fleet.known_replicas()))
+        print(f"trainer: {fleet.jobs[fleet.trainer].url}", flush=True)
+        code = follow(fleet, detach)
+        keep = detach and code == 0 and fleet.jobs[fleet.trainer].status.stage == "RUNNING"
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("\nstopping: cancelling all Jobs", file=sys.stderr)
         code = 130
     finally:
-        left = cancel_or_say(fleet)
-    return code or bool(left)
+        left = [] if keep else cancel_or_say(fleet, attempt=fleet.attempt)
+    if keep:
+        print(f"left running: see --status, --logs and --stop {fleet.cfg.run}. The trainer Job cancels the replicas at "
+              "its end; one that ends early is not replaced")  # fmt: skip
+    return code or (1 if left else 0)
 
 
-def cancel_or_say(fleet: Fleet) -> list[str]:
-    """Cancel every Job; if that fails or is interrupted, say which are still running."""
+def cancel_or_say(fleet: Fleet, **labels: str) -> list[str]:
+    """Cancel the run's Jobs with these labels; if that fails or is interrupted, say which are still running."""
     try:
-        left = fleet.cancel_all()
-    except BaseException as error:
-        left = [*fleet.replicas.values(), *([fleet.trainer] if fleet.trainer else [])]
-        print(f"cleaning up was interrupted: {type(error).__name__}", file=sys.stderr)
+        left = fleet.cancel_all(**labels)
+    except (LaunchError, KeyboardInterrupt) as error:
+        left = fleet.last_seen_alive()
+        print(f"cleaning up did not finish: {error or 'interrupted'}", file=sys.stderr)
     if left:
-        print(f"still running: {', '.join(left)}; end them with --stop {fleet.cfg.run}", file=sys.stderr)
+        print(f"may still be running: {', '.join(left)}; end them with --stop {fleet.cfg.run}", file=sys.stderr)
     return left
 
 
 def show_status(fleet: Fleet) -> int:
     """Print the Jobs of a run."""
-    jobs = list(fleet.api.list_jobs(labels={"run": fleet.cfg.run}, namespace=fleet.namespace))
+    jobs = fleet.find()
     for job in jobs:
-        print(f"{job.id}  {job.labels.get('role', '?'):8} {job.status.stage:11} {job.status.message or ''}")
+        print(f"{job.id}  {job.labels.get('role', '?'):8} {job.status.stage:11} {job.status.message or ''}  {job.url}")
     if not jobs:
         print(f"no Jobs of run {fleet.cfg.run} are known")
     return 0
@@ -512,18 +580,42 @@ def show_status(fleet: Fleet) -> int:
 
 def show_logs(fleet: Fleet) -> int:
     """Follow the log of the run's newest trainer Job."""
-    jobs = list(fleet.api.list_jobs(labels={"run": fleet.cfg.run, "role": "trainer"}, namespace=fleet.namespace))
+    jobs = fleet.find(role="trainer")
     if not jobs:
         fail(f"--logs {fleet.cfg.run}: no trainer Job of this run is known")
-    for line in fleet.api.fetch_job_logs(job_id=jobs[-1].id, follow=True, namespace=fleet.namespace):
+    newest = max(jobs, key=lambda job: job.created_at)
+    for line in fleet.api.fetch_job_logs(job_id=newest.id, follow=True, **fleet.here()):
         print(line, flush=True)
     return 0
+
+
+def start(fleet: Fleet, user: dict, dry_run: bool, detach: bool) -> int:
+    """Check everything, say what will run, and run it."""
+    check_reward(fleet.cfg)
+    check_local_data(fleet.cfg) if fleet.place.local else check_hub(fleet, user)
+    if dry_run:
+        print(plan(fleet.cfg, fleet.place, fleet.prices))
+        for spec in (replica_job(fleet.cfg, fleet.place, fleet.attempt, 0),
+                     trainer_job(fleet.cfg, fleet.place, fleet.attempt, [])):  # fmt: skip
+            shown = fleet.whole(spec) | {"secrets": dict.fromkeys(fleet.secrets, "***")}
+            print(json.dumps(shown, indent=2, default=vars))
+        return 0
+    still = fleet.running()
+    if still and not fleet.cfg.takeover:
+        fail(f"--run {fleet.cfg.run}: its Jobs {', '.join(job.id for job in still)} are running; --stop it first, or "
+             "supersede them with --takeover")  # fmt: skip
+    if fleet.place.local:
+        fleet.cfg = with_toy(check_machine(fleet.cfg))
+        check_local_data(fleet.cfg)
+    print(plan(fleet.cfg, fleet.place, fleet.prices), flush=True)
+    return launch(fleet, detach)
 
 
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--local", action="store_true", help="run the Jobs as processes of this machine")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and stop")
+    parser.add_argument("--detach", action="store_true", help="leave the Jobs alone as soon as the trainer runs")
     for name, text in (("status", "list the Jobs of RUN"), ("logs", "follow the log of RUN's trainer"),
                        ("stop", "cancel all Jobs of RUN")):  # fmt: skip
         parser.add_argument(f"--{name}", metavar="RUN", help=text)
@@ -533,37 +625,19 @@ def main() -> int:
     cfg = dataclasses.replace(cfg, run=run)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # the same clean-up as Ctrl-C
-    if args.local:
-        place = dataclasses.replace(LOCAL_PLACE, bucket=str(Path(cfg.bucket).absolute()))
-        fleet, prices = Fleet(LocalJobs(cfg.bucket, run), cfg, place), {}
-    else:
-        fleet, prices = hub(cfg)
-    if args.status:
-        return show_status(fleet)
-    if args.logs:
-        return show_logs(fleet)
-    if args.stop:
-        return len(cancel_or_say(fleet))
-    return start(fleet, prices, args.dry_run)
-
-
-def start(fleet: Fleet, prices: dict[str, float], dry_run: bool) -> int:
-    """Check everything, say what will run, and run it."""
-    check_reward(fleet.cfg)
-    check_data(fleet.cfg)
-    if dry_run:
-        print(plan(fleet.cfg, fleet.place, prices))
-        for spec in (replica_job(fleet.cfg, fleet.place, 0), trainer_job(fleet.cfg, fleet.place, [])):
-            print(json.dumps({**spec, "secrets": dict.fromkeys(fleet.secrets, "***")}, indent=2))
-        return 0
-    still = fleet.running()
-    if still:
-        fail(f"--run {fleet.cfg.run}: its Jobs {', '.join(job.id for job in still)} are running; --stop it first")
-    if fleet.place.local:
-        fleet.cfg = with_toy(check_machine(fleet.cfg))
-        check_data(fleet.cfg)
-    print(plan(fleet.cfg, fleet.place, prices), flush=True)
-    return launch(fleet)
+    try:
+        fleet, user = open_fleet(cfg, args.local)
+        if args.status:
+            return show_status(fleet)
+        if args.logs:
+            return show_logs(fleet)
+        if args.stop:
+            return 1 if cancel_or_say(fleet) else 0
+        return start(fleet, user, args.dry_run, args.detach)
+    except LaunchError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -51,11 +51,14 @@ class LocalJobs:
         return self.inspect_job(job_id=job_id)
 
     def inspect_job(self, *, job_id: str, **_) -> SimpleNamespace:
-        """Stage and URLs of a Job."""
+        """Stage and URLs of a Job; time and hardware cost nothing here."""
         document = json.loads((self.directory / f"{job_id}.json").read_text())
         stage, message = self._stage(job_id, document)
         status = SimpleNamespace(stage=stage, message=message, expose_urls=document["urls"])
-        return SimpleNamespace(id=job_id, labels=document["labels"], status=status, url=str(self.log_of(job_id)))
+        return SimpleNamespace(
+            id=job_id, labels=document["labels"], status=status, url=str(self.log_of(job_id)), flavor=None,
+            created_at=document["started"], durations=None, network=None,
+        )  # fmt: skip
 
     def cancel_job(self, *, job_id: str, grace_s: float = 6.0, **_) -> None:
         """SIGTERM to every process of the Job, SIGKILL to what is left after grace_s."""
@@ -92,6 +95,7 @@ class LocalJobs:
     def batch_bucket_files(self, bucket_id: str, *, add: list[tuple[bytes, str]], **_) -> None:
         """Write small files into the bucket."""
         for data, name in add:
+            (self.bucket / name).parent.mkdir(parents=True, exist_ok=True)
             (self.bucket / name).write_bytes(data)
 
     def log_of(self, job_id: str) -> Path:

@@ -24,6 +24,7 @@ import requests
 
 from bucket import Policy
 from config import Config, queue_size
+from rewards import RewardPool
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def load_rows(cfg: Config) -> list[dict]:
     """Rows of a local .jsonl or .parquet file or of a Hub dataset."""
     import datasets  # takes seconds to import; only the trainer needs it
 
+    datasets.disable_progress_bars()
     suffix = Path(cfg.dataset).suffix
     if suffix in (".jsonl", ".json", ".parquet"):
         kind = "parquet" if suffix == ".parquet" else "json"
@@ -251,8 +253,17 @@ def what_to_do(status: int, text: str) -> str:
 class Sampler:
     """Keeps `inflight_per_replica` completions in flight on every ready replica, and scored groups in the queue."""
 
-    def __init__(self, cfg: Config, prompts: list[Prompt], cursor: PromptCursor, policy: Callable[[], Policy], pool):
+    def __init__(
+        self,
+        cfg: Config,
+        prompts: list[Prompt],
+        cursor: PromptCursor,
+        policy: Callable[[], Policy],  # the newest one
+        pool: RewardPool,
+        reload: Callable[[Policy], None] = lambda policy: None,  # called if the proxy does not know the newest policy
+    ):
         self.cfg, self.prompts, self.cursor, self.policy, self.pool = cfg, prompts, cursor, policy, pool
+        self.reload = reload
         self.proxy = f"http://{cfg.host}:{cfg.port}"
         self.queue = GroupQueue(queue_size(cfg))
         self.stopped = threading.Event()
@@ -389,7 +400,9 @@ class Sampler:
                 self.error = RolloutError(f"the proxy refused a request: {answer}: check HF_TOKEN")
             if verdict in ("give up", "fatal") or time.monotonic() > give_up_at or self.stopped.is_set():
                 raise RolloutError(f"{policy.name}: {answer}")
-            if verdict == "wait" or attempt:  # a policy that was retired meanwhile is asked for again at once
+            if verdict == "newest" and policy == self.policy():  # the proxy and all replicas were restarted
+                self.reload(policy)
+            if verdict == "wait" or attempt:  # what was retired meanwhile is asked for again at once
                 self.stopped.wait(min(10.0, 0.25 * 2 ** min(attempt, 6)) * random.uniform(0.5, 1.0))
         raise AssertionError("unreachable")
 

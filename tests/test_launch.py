@@ -1,6 +1,7 @@
 """launch.py and local_jobs.py: what is refused, what is submitted, and that nothing is left running."""
 
 import dataclasses
+import email.utils
 import json
 import os
 import signal
@@ -9,11 +10,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx2
 import psutil
 import pytest
 
+import hub_jobs
 import launch
+import trainer_job
 from config import LOCAL, Config, config_from, make_parser
 from local_jobs import LocalJobs
 
@@ -112,22 +117,22 @@ def test_jobs_are_listed_by_label(jobs):
 
 def test_every_job_has_a_timeout_and_replicas_outlive_the_trainer():
     # D09: the platform's default is 30 minutes
-    replica = launch.replica_job(CFG, launch.HF_PLACE, 0)
-    trainer = launch.trainer_job(CFG, launch.HF_PLACE, [])
+    replica = launch.replica_job(CFG, launch.HF_PLACE, "1", 0)
+    trainer = launch.trainer_job(CFG, launch.HF_PLACE, "1", [])
     assert trainer["timeout"] == 8 * 3600
     assert replica["timeout"] > trainer["timeout"]
 
 
 def test_a_replica_gets_the_slots_and_the_rank_it_needs():
     # A08, A21
-    env = launch.replica_job(dataclasses.replace(CFG, lora_rank=12), launch.HF_PLACE, 1)["env"]
+    env = launch.replica_job(dataclasses.replace(CFG, lora_rank=12), launch.HF_PLACE, "1", 1)["env"]
     assert env["MAX_LORA_RANK"] == "16"
     assert env["MAX_LORAS"] == "6"
     assert env["HEARTBEATS"] == "/lora/r1/attempts"
 
 
 def test_the_trainer_job_gets_the_flags_that_make_the_same_configuration():
-    command = launch.trainer_job(CFG, launch.LOCAL_PLACE, [])["command"]
+    command = launch.trainer_job(CFG, launch.LOCAL_PLACE, "1", [])["command"]
     again = config_from(make_parser("").parse_args(command[2:]))
     assert again == dataclasses.replace(CFG, bucket=launch.LOCAL_PLACE.bucket)
 
@@ -135,7 +140,7 @@ def test_the_trainer_job_gets_the_flags_that_make_the_same_configuration():
 def test_the_token_is_only_ever_a_secret():
     # D15
     fleet = launch.Fleet(None, CFG, launch.HF_PLACE, {"HF_TOKEN": "hf_SECRET"})
-    specs = [launch.replica_job(CFG, fleet.place, 0), launch.trainer_job(CFG, fleet.place, [])]
+    specs = [launch.replica_job(CFG, fleet.place, "1", 0), launch.trainer_job(CFG, fleet.place, "1", [])]
     assert "hf_SECRET" not in json.dumps(specs)
     assert "hf_SECRET" not in repr(fleet)
 
@@ -165,7 +170,7 @@ class Flaky:
 
 @pytest.mark.parametrize("failures", [[], ["after"], ["before"], ["before", "after"]])
 def test_a_failed_submission_never_makes_two_jobs(jobs, failures, monkeypatch):
-    monkeypatch.setattr(launch, "retry_after_s", lambda error, attempt: 0.0)
+    monkeypatch.setattr(hub_jobs, "retry_after_s", lambda error, tried: 0.0)
     fleet = launch.Fleet(Flaky(jobs, list(failures)), LOCAL_CFG, launch.LOCAL_PLACE)
     spec = {"command": ["bash", "-c", "sleep 60"], "env": {}, "labels": {"run": "r1", "role": "replica"}}
     job_id = fleet.submit(spec)
@@ -175,12 +180,12 @@ def test_a_failed_submission_never_makes_two_jobs(jobs, failures, monkeypatch):
 def test_a_job_that_is_refused_is_an_error_that_says_why(jobs):
     class Refusing:
         def run_job(self, **_):
-            raise ValueError("no such flavor")
+            raise OSError("no such flavor")
 
         def list_jobs(self, **_):
             return []
 
-    fleet = launch.Fleet(Refusing(), LOCAL_CFG, launch.LOCAL_PLACE)
+    fleet = launch.Fleet(Refusing(), LOCAL_CFG, dataclasses.replace(launch.LOCAL_PLACE, patience_s=0))
     with pytest.raises(launch.LaunchError, match="replica Job was not accepted: no such flavor"):
         fleet.submit({"labels": {"run": "r1", "role": "replica"}})
 
@@ -213,15 +218,17 @@ def test_a_lost_replica_is_replaced_and_announced_until_the_restarts_are_used(jo
     wait_for(lambda: stage(jobs, first) == "ERROR")
     cfg = dataclasses.replace(LOCAL_CFG, replica_restarts=1)
     fleet = launch.Fleet(jobs, cfg, launch.LOCAL_PLACE, replicas={0: first.id}, urls={0: "http://127.0.0.1:1"})
-    fleet.replace_ended()
-    fleet.replace_ended()
+    fleet.look_after_replicas()
+    fleet.look_after_replicas()
     second = fleet.replicas[0]
     announced = json.loads((tmp_path / "r1" / "replicas.json").read_text())
-    assert announced == {"replicas": [{"id": "0", "url": fleet.urls[0], "job": second}], "restarts": 1}
+    replicas = [{"id": "0", "url": fleet.urls[0], "job": second}]
+    assert announced == {"attempt": fleet.attempt, "replicas": replicas, "restarts": 1}
     assert second != first.id
-    jobs.cancel_job(job_id=second, grace_s=1)
+    os.killpg(json.loads((jobs.directory / f"{second}.json").read_text())["pid"], signal.SIGKILL)
+    wait_for(lambda: jobs.inspect_job(job_id=second).status.stage == "ERROR")
     with pytest.raises(launch.LaunchError, match="--replica-restarts are used"):
-        fleet.replace_ended()
+        fleet.look_after_replicas()
 
 
 def test_cancel_all_ends_every_job_of_the_run(jobs):
@@ -233,22 +240,106 @@ def test_cancel_all_ends_every_job_of_the_run(jobs):
     assert fleet.running() == []
 
 
+class AnswerError(OSError):
+    """What the Hub's client raises for an answer that is not good."""
+
+    def __init__(self, status_code: int, **headers: str):
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.response = SimpleNamespace(status_code=status_code, headers=named)
+
+
 def test_waits_between_tries_follow_the_answer():
     # D17
-    class Answer:
-        def __init__(self, status_code, headers=()):
-            self.status_code, self.headers = status_code, dict(headers)
+    wait_s = hub_jobs.retry_after_s
+    assert wait_s(AnswerError(429, Retry_After="3"), 0) == 3.0
+    assert wait_s(AnswerError(429, RateLimit='"api";r=0;t=55'), 0) == 55.0
+    assert wait_s(AnswerError(429, RateLimit='"api";r=9;t=55'), 1) == 2.0
+    date = email.utils.formatdate(time.time() + 50, usegmt=True)
+    assert 40 < wait_s(AnswerError(429, Retry_After=date), 0) < 51
+    assert wait_s(AnswerError(429), 3) == 8.0
+    assert [wait_s(AnswerError(500), tried) for tried in (0, 2, 9)] == [1.0, 4.0, 30.0]
+    assert wait_s(AnswerError(403), 0) is None
+    assert wait_s(ConnectionError("reset"), 1) == 2.0
+    assert wait_s(httpx2.ReadTimeout("slow"), 0) == 1.0
+    assert wait_s(ValueError("bad flavor"), 0) is None
 
-    def error(status, headers=()):
-        failure = OSError("x")
-        failure.response = Answer(status, headers)
-        return failure
 
-    assert launch.retry_after_s(error(429, {"Retry-After": "3"}), 0) == 3.0
-    assert launch.retry_after_s(error(500), 2) == 4.0
-    assert launch.retry_after_s(error(403), 0) is None
-    assert launch.retry_after_s(ConnectionError("reset"), 1) == 2.0
-    assert launch.retry_after_s(ValueError("bad flavor"), 0) is None
+def test_patience_has_an_end_and_is_only_for_what_may_pass():
+    calls = []
+
+    def call(error):
+        calls.append(error)
+        raise error
+
+    for error, patience_s in (
+        (AnswerError(429, Retry_After="0"), 0.05),
+        (AnswerError(404), 60),
+        (AnswerError(503), 0.5),
+    ):
+        calls.clear()
+        with pytest.raises(AnswerError):
+            hub_jobs.patiently(patience_s, lambda error=error: call(error))
+        assert (len(calls) > 1) == (error.response.status_code == 429)
+
+
+def test_an_error_is_one_line_with_the_cure():
+    error = AnswerError(401)
+    error.args = ("Client error\n\nfor url",)
+    assert hub_jobs.one_line(error).startswith("Client error for url (is the token still valid")
+    assert len(hub_jobs.one_line(OSError("x" * 900))) == 300
+
+
+def test_the_cost_is_what_ran():
+    # 30 min at $12/h, 15 min at $6/h; SCHEDULING is free
+    def job(flavor, running_secs):
+        return SimpleNamespace(flavor=flavor, durations=SimpleNamespace(running_secs=running_secs))
+
+    jobs = [job("h200x2", 1800), job("h200", 900), job("h200", None), SimpleNamespace(flavor=None, durations=None)]
+    assert launch.cost(jobs, {"h200x2": 12.0, "h200": 6.0}) == 7.5
+
+
+def test_a_cancelled_replica_is_not_replaced(jobs):
+    job = run_bash(jobs, "sleep 300")
+    fleet = launch.Fleet(jobs, LOCAL_CFG, launch.LOCAL_PLACE, replicas={0: job.id}, urls={0: "http://127.0.0.1:1"})
+    jobs.cancel_job(job_id=job.id, grace_s=1)
+    fleet.look_after_replicas()
+    assert fleet.replicas == fleet.urls == {}
+    assert len(jobs.list_jobs(labels={})) == 1
+
+
+def test_a_launch_cancels_its_own_jobs_and_stop_cancels_all(jobs):
+    mine = run_bash(jobs, "sleep 300", labels={"run": "r1", "role": "replica", "attempt": "2"})
+    other = run_bash(jobs, "sleep 300", labels={"run": "r1", "role": "replica", "attempt": "1"})
+    fleet = launch.Fleet(jobs, LOCAL_CFG, launch.LOCAL_PLACE, attempt="2")
+    assert fleet.cancel_all(attempt="2") == []
+    assert (stage(jobs, mine), stage(jobs, other)) == ("CANCELED", "RUNNING")
+    assert fleet.cancel_all() == []
+    assert stage(jobs, other) == "CANCELED"
+
+
+# --- trainer_job.py ---
+
+
+def test_the_prefix_of_the_network_group_is_filled_in(monkeypatch):
+    text = json.dumps([{"id": "0", "url": "http://${HF_NETWORK_GROUP_PREFIX}replica-0:8000", "job": "j"}])
+    monkeypatch.setenv("HF_NETWORK_GROUP_PREFIX", "mine--")
+    assert trainer_job.wanted_replicas(CFG, text)[0]["url"] == "http://mine--replica-0:8000"
+    monkeypatch.delenv("HF_NETWORK_GROUP_PREFIX")
+    with pytest.raises(SystemExit, match="HF_NETWORK_GROUP_PREFIX is not set"):
+        trainer_job.wanted_replicas(CFG, text)
+
+
+def test_an_earlier_launchs_replicas_json_is_not_believed(tmp_path, monkeypatch):
+    # D07: the file is rewritten, so a reader may see an old one
+    cfg = dataclasses.replace(LOCAL_CFG, bucket=str(tmp_path))
+    (tmp_path / "r1").mkdir()
+    assert trainer_job.announced_replicas(cfg) == []
+    replicas = [{"id": "0", "url": "http://127.0.0.1:1", "job": "j"}]
+    (tmp_path / "r1/replicas.json").write_text(json.dumps({"attempt": "1", "replicas": replicas, "restarts": 0}))
+    monkeypatch.setenv("ATTEMPT", "2")
+    assert trainer_job.announced_replicas(cfg) == []
+    monkeypatch.setenv("ATTEMPT", "1")
+    assert trainer_job.announced_replicas(cfg) == replicas
 
 
 # --- bad input: one line that names the flag, exit code 2, nothing started ---
