@@ -165,10 +165,14 @@ def max_loras(cfg: Config) -> int:
     return cfg.max_loras or cfg.max_staleness + 2
 
 
+def fresh_samples(cfg: Config) -> int:
+    """Completions that may be in flight or waiting at a time without growing stale before they are trained on."""
+    return cfg.batch_size * max(1, cfg.max_staleness * cfg.sync_every - 1)  # one more batch is being trained on
+
+
 def queue_size(cfg: Config) -> int:
-    """Completions that may wait for the trainer: up to four batches, few enough that none grows stale there."""
-    window = cfg.max_staleness * cfg.sync_every - 2  # batches; two more are in flight and in training
-    return cfg.queue_size or cfg.batch_size * min(4, max(1, window))
+    """Completions that may wait for the trainer: by default at most four batches, and fewer than stay fresh."""
+    return cfg.queue_size or min(4 * cfg.batch_size, max(cfg.batch_size, fresh_samples(cfg) - cfg.batch_size))
 
 
 def flag(name: str) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 import requests
 
 from bucket import Policy
-from config import Config, queue_size
+from config import Config, fresh_samples, queue_size
 from rewards import RewardPool
 
 
@@ -296,6 +296,8 @@ class Sampler:
             group = self.queue.get(timeout_s=0.2)
             if group is None:
                 continue
+            with self.slots:
+                self.slots.notify_all()
             if not is_stale(group[0].version, self.policy().version, self.cfg.max_staleness):
                 groups.append(group)
                 dropped_in_a_row = 0
@@ -357,7 +359,8 @@ class Sampler:
     def _take_slots(self) -> bool:
         def free() -> bool:
             limit = self.num_ready * self.cfg.inflight_per_replica
-            return self.stopped.is_set() or self.inflight + self.cfg.group_size <= limit
+            fresh = fresh_samples(self.cfg) - self.queue.num_samples  # more would be too old when its turn comes
+            return self.stopped.is_set() or self.inflight + self.cfg.group_size <= min(limit, fresh)
 
         with self.slots:
             self.slots.wait_for(free)

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -831,6 +832,7 @@ def main() -> int:
     cfg = config_from(args)
     if not cfg.run:
         fail("--run is missing: name the run")
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # PEFT still asks transformers for it
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     if world_size > 1:

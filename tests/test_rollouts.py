@@ -371,6 +371,15 @@ def test_stale_groups_are_dropped_whole_and_counted(start_sampler):
     assert sampler.dropped_stale % 4 == 0
 
 
+def test_nothing_is_sampled_that_would_be_too_old_when_its_turn_comes(start_sampler, proxy):
+    sampler = start_sampler(max_staleness=2, queue_size=100, inflight_per_replica=64)  # fresh: one batch of 8
+    wait_for(lambda: sampler.queue.num_samples == 8)
+    assert sampler.inflight == 0
+    assert len(proxy.requests) == 2
+    assert len(batch(sampler, 1)) == 1
+    wait_for(lambda: len(proxy.requests) == 3)
+
+
 def test_completions_in_flight_follow_the_ready_replicas(start_sampler, proxy):
     release, peak, inflight, lock = threading.Event(), [0], [0], threading.Lock()
 
