@@ -154,12 +154,9 @@ def first_row(path: Path) -> dict:
 
 
 def check_local_data(cfg: Config) -> None:
-    """Exit unless local model and dataset are there and have what is needed."""
-    config_file = Path(cfg.model, "config.json")
-    if hub_jobs.is_path(cfg.model) and not config_file.exists():
-        fail(f"--model {cfg.model}: no config.json there; give a model directory or a Hub name")
-    if config_file.exists():
-        hub_jobs.check_context(cfg, config_file)
+    """Exit unless model and dataset can be had on this machine and have what is needed."""
+    if cfg.model != "toy":
+        hub_jobs.check_context(cfg, config_of(cfg.model))
     if not hub_jobs.is_path(cfg.dataset):
         return
     try:
@@ -170,6 +167,20 @@ def check_local_data(cfg: Config) -> None:
         column = getattr(cfg, name).split(".")[0]
         if column not in row:
             fail(f"{flag(name)} {getattr(cfg, name)}: {cfg.dataset} has the columns {', '.join(row)}")
+
+
+def config_of(model: str) -> Path:
+    """The config.json of a model directory or a Hub name; exits if there is none."""
+    if hub_jobs.is_path(model):
+        if not Path(model, "config.json").exists():
+            fail(f"--model {model}: no config.json there; give a model directory or a Hub name")
+        return Path(model, "config.json")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except API_ERRORS as error:
+        fail(f"--model {model}: neither a directory nor a model that the Hub gives to this machine: {one_line(error)}")
 
 
 def check_reward(cfg: Config) -> None:

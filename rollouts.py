@@ -81,10 +81,14 @@ def load_rows(cfg: Config) -> list[dict]:
 
     datasets.disable_progress_bars()
     suffix = Path(cfg.dataset).suffix
-    if suffix in (".jsonl", ".json", ".parquet"):
-        kind = "parquet" if suffix == ".parquet" else "json"
-        return datasets.load_dataset(kind, data_files=cfg.dataset, split="train").to_list()
-    return datasets.load_dataset(cfg.dataset, split=cfg.dataset_split).to_list()
+    try:
+        if suffix in (".jsonl", ".json", ".parquet"):
+            kind = "parquet" if suffix == ".parquet" else "json"
+            return datasets.load_dataset(kind, data_files=cfg.dataset, split="train").to_list()
+        return datasets.load_dataset(cfg.dataset, split=cfg.dataset_split).to_list()
+    except Exception as error:  # the kinds are many: the library's own, the Hub's, pyarrow's
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"--dataset {cfg.dataset}: cannot be read, as a file or from the Hub: {reason}") from error
 
 
 def load_prompts(cfg: Config, tokenizer) -> tuple[list[Prompt], int]:

@@ -359,6 +359,7 @@ def dataset(tmp_path) -> Path:
         (["--group-size", "1"], "--group-size 1"),
         (["--max-loras", "3"], "--max-loras 3"),
         (["--model", "./nothing"], "--model ./nothing"),
+        (["--model", "no-one/no-such-model"], "--model no-one/no-such-model"),
         (["--dataset", "./nothing.jsonl"], "--dataset ./nothing.jsonl"),
         (["--dataset", "{data}", "--answer-column", "gold"], "--answer-column gold"),
         (["--dataset", "{data}", "--prompt-column", "question"], "--prompt-column question"),
@@ -378,7 +379,7 @@ def test_bad_input_is_one_line_that_names_the_flag_and_starts_nothing(flags, nam
         flags = [f.format(data=dataset, port=taken.getsockname()[1]) for f in flags]
         bucket = [] if "--bucket" in flags else ["--bucket", str(tmp_path / "runs")]
         port = [] if "--port" in flags else ["--port", "0"]
-        ended = run_launch("--local", *bucket, *port, *flags)
+        ended = run_launch("--local", *bucket, *port, *flags, HF_HUB_OFFLINE="1")
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert ended.stderr.startswith("error: ")
     assert len(ended.stderr.splitlines()) == 1

@@ -83,6 +83,13 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path):
         load(tmp_path, [{"prompt": "a", "answer": "1"}], answer_column="solution")
 
 
+def test_a_dataset_that_cannot_be_read_is_named(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": ')
+    with pytest.raises(ValueError, match=r"--dataset .*data.jsonl: cannot be read"):
+        rollouts.load_prompts(dataclasses.replace(CFG, dataset=str(path)), LetterTokenizer())
+
+
 def test_a_dataset_without_a_prompt_that_fits_is_an_error_that_names_the_flag(tmp_path):
     with pytest.raises(ValueError, match="--max-model-len 20"):
         load(tmp_path, [{"prompt": "a" * 11, "answer": "1"}])
