@@ -189,7 +189,7 @@ def segment_plan(segments: list[Segment]) -> SegmentPlan:
             offset += num_queries
             queries += [*own, *[segment.start] * (num_queries - len(own))]
             keys += [*prompt, *own, *[segment.start] * (num_keys - len(prompt) - len(own))]
-            last_seen.append([len(prompt) + min(i, len(own) - 1) for i in range(num_queries)])
+            last_seen.append(range(len(prompt), len(prompt) + num_queries))  # what padding sees is thrown away
         visible = torch.arange(num_keys) <= torch.tensor(last_seen)[:, None, :, None]
         batches.append(SegmentBatch(torch.tensor(queries), torch.tensor(keys), visible))
     return SegmentPlan(batches, torch.tensor([order[i] for i in range(len(order))]))

@@ -9,10 +9,11 @@ from the textbook:
 - The head sees completion tokens only, a chunk at a time, and its gradient is written out by hand.
 
     python trainer.py --help
-    torchrun --nproc-per-node=2 trainer.py --model ...    # each process takes half of the rows
+    torchrun --nproc-per-node=2 -- trainer.py --run ...    # each process takes half of the rows
 """
 
 import dataclasses
+import datetime
 import io
 import json
 import math
@@ -544,6 +545,7 @@ class Run:
     journal: bucket.Worker = field(default_factory=lambda: bucket.Worker("journal"))
     stopped: threading.Event = field(default_factory=threading.Event)
     saved: Path | None = None  # the newest checkpoint of this run
+    batch_version: int = 0  # the policy version when the step's batch was taken
     bad_steps: int = 0  # in a row
     failed_saves: int = 0  # in a row
     before: dict = field(default_factory=dict)  # the last row before a resume: totals go on from there
@@ -710,6 +712,7 @@ def from_rank_0(value, world_size: int):
 def next_batch(run: Run) -> tuple[list[list[Rollout]], str]:
     """The groups of the next step and '', or what there is and why training stops."""
     groups = run.sampler.batch(run.cfg.batch_size // run.cfg.group_size, lambda: not run.why_stop())
+    run.batch_version = run.publisher.policy.version
     return groups, run.why_stop()
 
 
@@ -729,7 +732,7 @@ def record(run: Run, step: int, metrics: dict, rollouts: list[Rollout]) -> None:
     rewards = [r.reward for r in rollouts if r.reward is not None]
     generated = run.total("rollout/generated_tokens_total", sampler.generated_tokens)
     last = run.rows[-1] if run.rows else {}
-    behind = [publisher.policy.version - r.version for r in rollouts]
+    behind = [run.batch_version - r.version for r in rollouts]
     wall_s = run.total("perf/wall_s", time.monotonic() - run.started)
     row = {
         "step": step,
@@ -770,7 +773,7 @@ def record(run: Run, step: int, metrics: dict, rollouts: list[Rollout]) -> None:
 def finish(run: Run, step: int, model: PeftModel, optimizer: torch.optim.Optimizer) -> int:
     """Save what there is, say where it is and what was learned; 0 if the run is complete, else why it stopped."""
     run.sampler.stop()
-    reason, complete = run.why_stop(), step >= run.cfg.max_steps
+    reason, complete = run.why_stop(), step >= run.cfg.max_steps and not run.superseded()
     if not complete:
         run.save(step, model, optimizer)
     run.write_metrics()
@@ -835,8 +838,11 @@ def main() -> int:
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # PEFT still asks transformers for it
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
-    if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size > 1:  # the other ranks wait for rank 0's batch, however long that takes
+        patience = datetime.timedelta(hours=cfg.timeout_h)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
     lease = None
     try:
         lease = bucket.claim(Path(cfg.bucket).absolute() / cfg.run, cfg) if rank == 0 else None

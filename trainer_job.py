@@ -40,7 +40,7 @@ def run(cfg: Config) -> int:
                 proxy = start_proxy(cfg, replicas)
             stats = get_json(f"http://{cfg.host}:{cfg.port}/proxy/stats")
             if trainer is None and stats.get("ready"):
-                trainer = subprocess.Popen([*trainer_command(), *to_flags(cfg)])
+                trainer = subprocess.Popen(trainer_command(cfg, num_gpus()))
             if trainer is None and time.monotonic() > deadline:
                 print(f"error: no replica became ready within {cfg.ready_wait_min:g} min", flush=True)
                 return 1
@@ -86,14 +86,19 @@ def proxy_flags(cfg: Config) -> list[str]:
     return [text for text in to_flags(cfg) if not text.startswith("--replicas=")]
 
 
-def trainer_command() -> list[str]:
-    """How trainer.py is run here: under torchrun where there are several GPUs."""
-    gpus = 0
-    if shutil.which("nvidia-smi"):
-        gpus = len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
-    if gpus > 1:
-        return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus}", str(HERE / "trainer.py")]
-    return [sys.executable, str(HERE / "trainer.py")]
+def num_gpus() -> int:
+    """How many GPUs this Job has."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
+
+
+def trainer_command(cfg: Config, num_processes: int) -> list[str]:
+    """How trainer.py is run: under torchrun if there is to be more than one process."""
+    command = [str(HERE / "trainer.py"), *to_flags(cfg)]
+    if num_processes > 1:  # without the -- torchrun would take --run for one of its own flags
+        command = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--", *command]
+    return [sys.executable, *command]
 
 
 def tell_proxy(cfg: Config, stats: dict, wanted: list[dict]) -> None:

@@ -131,6 +131,20 @@ def test_a_replica_gets_the_slots_and_the_rank_it_needs():
     assert env["HEARTBEATS"] == "/lora/r1/attempts"
 
 
+@pytest.mark.parametrize("num_processes", [1, 2, 8])
+def test_the_trainer_gets_its_flags_alone_or_under_torchrun(num_processes):
+    from torch.distributed.run import get_args_parser
+
+    command = trainer_job.trainer_command(CFG, num_processes)[1:]
+    if num_processes > 1:
+        assert command[:2] == ["-m", "torch.distributed.run"]
+        torchrun = get_args_parser().parse_args(command[2:])
+        assert torchrun.nproc_per_node == str(num_processes)
+        command = [torchrun.training_script, *torchrun.training_script_args]
+    assert command[0] == str(ROOT / "trainer.py")
+    assert config_from(make_parser("").parse_args(command[1:])) == CFG
+
+
 def test_the_trainer_job_gets_the_flags_that_make_the_same_configuration():
     command = launch.trainer_job(CFG, launch.LOCAL_PLACE, "1", [])["command"]
     again = config_from(make_parser("").parse_args(command[2:]))

@@ -1212,6 +1212,15 @@ def test_upstream_gets_the_proxys_token_and_its_own_host(front, fakes):
     assert "X-Gone" not in seen
 
 
+def test_without_a_token_the_clients_own_is_not_sent_on(fakes, start, tmp_path):
+    """E23: what a client authorises itself with is not the replicas' business."""
+    front = start(Proxy, [fakes[0].url], tmp_path, env={"HF_TOKEN": ""})
+    front.until_ready(1)
+    headers = {"Authorization": "Bearer client"}
+    assert front.post(COMPLETIONS, {"model": "base", "prompt": [1]}, headers=headers).ok
+    assert not any("Authorization" in entry["headers"] for entry in fakes[0].state()["log"])
+
+
 def test_replica_that_refuses_the_token_is_one_clear_error(start, tmp_path):
     """D14: no retries, no waiting for better times."""
     fake = start(Fake, "--token=another")

@@ -486,28 +486,26 @@ def test_the_head_sees_completion_tokens_only_and_a_chunk_at_a_time(policy):
 
 def test_metrics_of_a_step_worked_out_by_hand():
     model = successor_policy(0.9)
-    half, odd = math.log(0.45), math.log(0.1 / 7)
+    likely, odd = math.log(0.9), math.log(0.1 / 7)
     rollouts = [
-        Rollout(0, [1, 2], [3, 4], [half, math.log(0.9)], 1.0, 1.0, 0),  # ratios 2 and 1: clipped high once
-        Rollout(0, [1, 2], [0], [odd + 1], 0.0, -1.0, 0),  # ratio 1 / e: clipped low
+        Rollout(0, [1, 2], [3, 4], [likely - math.log(2), likely + 1], 1.0, 1.0, 0),  # ratio 2 is clipped, 1 / e is not
+        Rollout(0, [1, 2], [0, 1], [odd + 1, likely - math.log(2)], 0.0, -1.0, 0),  # ratio 1 / e is clipped, 2 is not
         Rollout(1, [5, 6, 7], [0, 1], [0.0, 0.0], 1.0, 0.0, 0),  # no signal
         Rollout(1, [5, 6, 7], [1], [0.0], None, 0.0, 0),  # unscorable
     ]
     metrics = trainer.policy_gradient(model, rollouts, cfg_with(token_budget=100))
-    ratios = [2, 1, 1 / math.e]
-    entropy = -(0.9 * math.log(0.9) + 0.1 * odd)
     expected = {
-        "loss": -(1.2 + 1 - 0.8) / 5,
-        "ratio": sum(ratios) / 3,
-        "kl": sum(ratio - 1 - math.log(ratio) for ratio in ratios) / 3,
-        "entropy": entropy,
-        "clip_ratio/low": 1 / 3,
-        "clip_ratio/high": 1 / 3,
+        "loss": -(1.2 + 1 / math.e - 0.8 - 2) / 6,
+        "ratio": (2 + 1 / math.e) / 2,
+        "kl": (2 - 1 - math.log(2) + 1 / math.e - 1 + 1) / 2,
+        "entropy": -(0.9 * likely + 0.1 * odd),
+        "clip_ratio/low": 1 / 4,
+        "clip_ratio/high": 1 / 4,
         "batch/samples": 3,
-        "batch/trained_tokens": 5,
+        "batch/trained_tokens": 6,
         "batch/rows": 1,
         "batch/samples_per_row": 2,
-        "batch/row_fill": 5 / 100,
+        "batch/row_fill": 6 / 100,
         "batch/zero_advantage_frac": 1 / 3,
         "batch/prefix_shared_frac": 1 / 2,
     }
