@@ -690,16 +690,21 @@ def catch_up(fleet: Fleet, replica: Replica) -> None:
             if replica.state != "joining":
                 return
             if replica.policies == set(fleet.live()):
-                if fleet.pause_target:
-                    answer = replica.control("POST", fleet.pause_target, None, fleet.cfg.control_timeout_s)
-                    if answer.status != 200:
-                        raise NotReadyError(f"the fleet is paused, but it does not pause: {answer.text}")
-                replica.state, replica.reason, replica.lost_for = "ready", "", ""
-                replica.misses = replica.strikes = 0
-                fleet.say(f"{replica} is ready with {len(replica.policies)} policies")
-                fleet.stir()
+                make_ready(fleet, replica)
                 return
     raise NotReadyError("policies came and went faster than it could load them")
+
+
+def make_ready(fleet: Fleet, replica: Replica) -> None:
+    """Let requests go to a replica that has caught up; paused, if the others are."""
+    if fleet.pause_target:
+        answer = replica.control("POST", fleet.pause_target, None, fleet.cfg.control_timeout_s)
+        if answer.status != 200:
+            raise NotReadyError(f"the fleet is paused, but it does not pause: {answer.text}")
+    replica.state, replica.reason, replica.lost_for = "ready", "", ""
+    replica.misses = replica.strikes = 0
+    fleet.say(f"{replica} is ready with {len(replica.policies)} policies")
+    fleet.stir()
 
 
 def prove(fleet: Fleet, replica: Replica) -> None:
@@ -1320,10 +1325,10 @@ def create_app(fleet: Fleet) -> Flask:
         return response
 
     @app.after_request
-    def hide_token(response: Response) -> Response:  # a replica may have quoted it
-        secret = fleet.token.encode()
-        if secret and not response.is_streamed and secret in (body := response.get_data()):
-            response.set_data(body.replace(secret, b"***"))
+    def hide_token(response: Response) -> Response:
+        sampled = response.status_code < 300 and "X-Replica" in response.headers  # too long to search, and no error
+        if fleet.token and not sampled and not response.is_streamed:
+            response.set_data(response.get_data().replace(fleet.token.encode(), b"***"))
         return response
 
     return app
@@ -1424,9 +1429,12 @@ def as_json(value: dict, status: int = 200) -> Response:
 
 def outgoing(body: bytes, **known: object) -> Ask:
     """The current request as it is sent on."""
+    target = request.environ["proxy.target"]
+    if not re.match(r"/(?!/)", target):  # a whole URL, or what urllib3 would take for one
+        raise ApiError(400, f"the request's target {target[:100]!r} must be a path")
     headers = dict(end_to_end(request.headers.items(), NOT_SENT_ON))
     headers["Accept-Encoding"] = "gzip" if "gzip" in request.headers.get("Accept-Encoding", "") else "identity"
-    return Ask(request.method, request.environ["proxy.target"], headers, body, **known)
+    return Ask(request.method, target, headers, body, **known)
 
 
 PAGE = """<!doctype html>

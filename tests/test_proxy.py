@@ -1221,6 +1221,17 @@ def test_without_a_token_the_clients_own_is_not_sent_on(fakes, start, tmp_path):
     assert not any("Authorization" in entry["headers"] for entry in fakes[0].state()["log"])
 
 
+@pytest.mark.parametrize("target", ["http://other.host/v1/models", "//other.host:bad/v1/models", "v1/models"])
+def test_targets_that_are_no_path_reach_no_replica(front, fakes, target):
+    host, port = front.url.removeprefix("http://").split(":")
+    before = [fake.state()["arrived"]["/v1/models"] for fake in fakes]
+    with socket.create_connection((host, int(port)), timeout=60) as sock:
+        sock.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        assert b" 400 " in sock.recv(100)
+    assert [fake.state()["arrived"]["/v1/models"] for fake in fakes] == before
+    assert set(front.states().values()) == {"ready"}
+
+
 def test_replica_that_refuses_the_token_is_one_clear_error(start, tmp_path):
     """D14: no retries, no waiting for better times."""
     fake = start(Fake, "--token=another")

@@ -457,7 +457,7 @@ def test_sampled_logprobs_equal_peft_at_the_temperature(server, reference, varia
     for choice in server.choices(model, n=4, max_tokens=30, temperature=0.7):
         tokens, logprobs = tokens_and_logprobs(choice)
         expected = reference(variant, PROMPT + tokens, temperature=0.7)[len(PROMPT) - 1 :]
-        assert logprobs == pytest.approx(expected, abs=1e-5)
+        assert logprobs == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def test_prompt_logprobs_equal_peft_whatever_the_temperature(server, reference):
@@ -478,7 +478,7 @@ def test_adapters_in_one_batch_do_not_mix(server, reference):
     for (model, prompt), choices in zip(asked, answers, strict=True):
         for tokens, logprobs in map(tokens_and_logprobs, choices):
             expected = reference(models[model], prompt + tokens)[len(prompt) - 1 :]
-            assert logprobs == pytest.approx(expected, abs=1e-5)
+            assert logprobs == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def test_sampled_tokens_follow_the_models_distribution(server, reference):
