@@ -80,7 +80,7 @@ class Config:
     # The bucket
     bucket: str = "grpo-lora"  # Storage Bucket, [namespace/]name; with --local the directory that stands for it
     sync_every: int = 4  # optimizer steps between two publishes
-    publish_timeout_s: float = 180.0  # a publish that takes longer is given up; the old policy stays in service
+    publish_timeout_s: float = 300.0  # a publish that takes longer is given up; the old policy stays in service
     max_failed_publishes: int = 5  # stop after this many publishes failed in a row
     save_every: int = 50  # optimizer steps between two checkpoints
     keep_checkpoints: int = 3  # older ones are deleted

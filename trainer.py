@@ -127,22 +127,23 @@ class LoraProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, lora_a, lora_b, scaling):
         a, b = lora_a.to(x.dtype), lora_b.to(x.dtype)
-        low = (a @ x[0].T) * scaling  # (r, T): thin matrices are fast this way round
+        low = (a @ x.flatten(0, -2).T) * scaling  # (r, T): thin matrices are fast this way round
         ctx.save_for_backward(x, weight, a, b, low)
         ctx.scaling = scaling
         output = F.linear(x, weight, bias)
-        output[0].addmm_(low.T, b.T)
+        output.flatten(0, -2).addmm_(low.T, b.T)
         return output
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, a, b, low = ctx.saved_tensors
-        grad_low = (b.T @ grad[0].T) * ctx.scaling  # (r, T)
-        grad_a, grad_b = (grad_low @ x[0]).float(), (low @ grad[0]).T.float()
+        x, rows = x.flatten(0, -2), grad.flatten(0, -2)  # (T, in), (T, out)
+        grad_low = (b.T @ rows.T) * ctx.scaling  # (r, T)
+        grad_a, grad_b = (grad_low @ x).float(), (low @ rows).T.float()
         if not ctx.needs_input_grad[0]:
             return None, None, None, grad_a, grad_b, None
         grad_x = grad @ weight
-        grad_x[0].addmm_(grad_low.T, a)
+        grad_x.flatten(0, -2).addmm_(grad_low.T, a)
         return grad_x, None, None, grad_a, grad_b, None
 
 
@@ -150,7 +151,7 @@ class LoraLinear(PeftLinear):
     """PEFT's layer in the dtype of the base, as replicas compute it; PEFT's own forward copies x and output to fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(1, T, in) to (1, T, out)."""
+        """(..., in) to (..., out)."""
         base, a, b = self.base_layer, self.lora_A["default"].weight, self.lora_B["default"].weight
         return LoraProduct.apply(x, base.weight, base.bias, a, b, self.scaling["default"])
 

@@ -585,6 +585,21 @@ def test_the_gradient_of_a_half_precision_base_points_the_same_way():
         assert torch.cosine_similarity(gradient(model), expected, dim=0) > 0.98
 
 
+def test_the_fused_lora_layer_is_pefts():
+    layer = tiny_policy().get_base_model().model.layers[0].mlp.up_proj
+    fused, own = copy.deepcopy(layer), copy.deepcopy(layer)
+    own.__class__ = peft.tuners.lora.Linear
+    results = []
+    for module in (fused, own):
+        x = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = module(x)
+        y.square().sum().backward()
+        results.append([y, x.grad, module.lora_A["default"].weight.grad, module.lora_B["default"].weight.grad])
+    assert type(layer) is trainer.LoraLinear
+    for found, expected in zip(*results, strict=True):
+        assert_same(found, expected)
+
+
 def test_the_initial_adapter_depends_on_the_seed_only():
     first, again, other = (trainer.adapter_state(tiny_policy(cfg_with(seed=seed), moved=False)) for seed in (3, 3, 4))
     assert all(torch.equal(first[name], again[name]) for name in first)
