@@ -762,7 +762,8 @@ def record(run: Run, step: int, metrics: dict, rollouts: list[Rollout]) -> None:
         "publish/failed_total": run.total("publish/failed_total", publisher.failed_total),
     }
     if flops and torch.cuda.is_available():
-        row["perf/mfu"] = flops / step_s / peak_flops(run.cfg.dtype)
+        num_gpus = dist.get_world_size() if dist.is_initialized() else 1
+        row["perf/mfu"] = flops / step_s / peak_flops(run.cfg.dtype) / num_gpus
     run.rows.append(row)
     recent = run.rows[-10:]
     print(report.step_line(row, run.cfg, report.mean_of(recent, "perf/step_s")), flush=True)
