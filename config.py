@@ -139,7 +139,7 @@ LOCAL = {
     "max_steps": 60,
     "max_completion_tokens": 40,
     "max_model_len": 64,
-    "inflight_per_replica": 64,
+    "inflight_per_replica": 32,
     "token_budget": 4096,
     "sync_every": 1,
     "save_every": 10,

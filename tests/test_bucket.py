@@ -605,11 +605,9 @@ def test_replicas_load_a_policy_when_their_mounts_show_it_and_answer_for_it_only
         assert publisher.cleaner.flush(20)
         assert [policy.version for policy in publisher.live] == [1, 2], publisher.last_error
         assert any(server.refused for server in replicas), "some replica was asked before its mount showed the files"
-        wanted, until = {f"run-a17-v{version}": float(version) for version in (1, 2)}, time.monotonic() + 20
+        wanted = {f"run-a17-v{version}": float(version) for version in (1, 2)}
         for server in replicas:  # one that was down when v0 was retired unloads it before it is ready again
-            while server.loaded != wanted and time.monotonic() < until:
-                time.sleep(0.05)
-            assert server.loaded == wanted
+            wait_for(lambda server=server: server.loaded == wanted)
         for version in (1, 2):
             body = {"model": f"run-a17-v{version}", "prompt": [1, 2], "max_tokens": 1, "prompt_logprobs": 0}
             answer = requests.post(f"{publisher.proxy}/v1/completions", json=body, timeout=30).json()
