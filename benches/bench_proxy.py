@@ -147,16 +147,16 @@ def latency_figures(bucket: str, against: str) -> list[dict]:
     figures = []
     try:
         for name, inflight, n, aim in (("single requests", 384, 1, 1.6), ("groups of 8", 48, GROUP, 0.4)):
-            direct = measure(urls, inflight, 3 * inflight, n)
-            measure([url], inflight, inflight, n)  # opens the proxy's connections
-            ours = measure([url], inflight, 3 * inflight, n, proxy.pid)
-            other = measure([against], inflight, 3 * inflight, n) if against else None
+            direct = measure(urls, inflight, 4 * inflight, n)
+            measure([url], inflight, 2 * inflight, n)  # opens the proxy's connections
+            ours = measure([url], inflight, 4 * inflight, n, proxy.pid)
+            other = measure([against], inflight, 4 * inflight, n) if against else None
             beside = (
                 {"other_p50": other.p50_ms - direct.p50_ms, "other_p99": other.p99_ms - direct.p99_ms} if other else {}
             )
             label = f"384 in flight, {name}"
             figures += [
-                figure(f"{label}: proxy CPU per 1000 rollouts", 1000 * ours.cpu_s / (3 * inflight * n), aim, "s"),
+                figure(f"{label}: proxy CPU per 1000 rollouts", 1000 * ours.cpu_s / (4 * inflight * n), aim, "s"),
                 figure(f"{label}: added latency p50", ours.p50_ms - direct.p50_ms, 2, "ms", **beside),
                 figure(f"{label}: added latency p99", ours.p99_ms - direct.p99_ms, 10, "ms"),
                 figure(f"{label}: errors", ours.errors, 0),
