@@ -65,21 +65,22 @@ heartbeats() {
     cat "$HEARTBEATS"/*.heartbeat 2>/dev/null || true
 }
 
-end_engine() {
-    local pid=${engine:-${!:-}}
+# shellcheck disable=SC2329 # the EXIT trap calls it
+clean_up() { # end the engine, then the tick; leave nothing of this script behind
     trap '' TERM INT # once is enough
-    kill -TERM "$pid" 2>/dev/null || return 0
+    local pid=${engine:-${!:-}}
+    kill -TERM "$pid" 2>/dev/null || true
     for ((i = 0; i < GRACE_S * 10; i++)); do
-        kill -0 "$pid" 2>/dev/null || return 0
+        kill -0 "$pid" 2>/dev/null || break
         sleep 0.1
     done
-    kill -KILL "$pid" 2>/dev/null || true
-    wait "$pid" 2>/dev/null || true
+    jobs -p | xargs -r kill -KILL 2>/dev/null || true
+    wait
 }
 
-trap 'end_engine; exit 143' TERM
-trap 'end_engine; exit 130' INT
-trap 'kill "${tick:-}" 2>/dev/null || true' EXIT
+trap 'clean_up' EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT
 echo "replica.sh: ${command[*]}"
 "${command[@]}" &
 engine=$!
@@ -98,7 +99,6 @@ while kill -0 "$engine" 2>/dev/null; do
     fi
     if ((SECONDS - changed_at >= idle_limit_s)); then
         echo "replica.sh: no heartbeat of a trainer in $HEARTBEATS for $IDLE_SHUTDOWN_MIN minutes: stopping" >&2
-        end_engine
         exit 0
     fi
 done
