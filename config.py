@@ -77,6 +77,10 @@ class Config:
     compile: bool = False  # torch.compile the base model (CUDA only)
     diagnose_every: int = 10  # steps between two lines that name the bottleneck
 
+    # Watching
+    track: str = ""  # trackio: metrics go there too (pip install trackio)
+    track_space: str = ""  # Hub Space, private, in which trackio shows them; without one they stay on the machine
+
     # The bucket
     bucket: str = "grpo-lora"  # Storage Bucket, [namespace/]name; with --local the directory that stands for it
     sync_every: int = 4  # optimizer steps between two publishes
@@ -198,6 +202,7 @@ CHOICES = {
     "loss_type": LOSS_TYPES,
     "scale_rewards": ("group", "none"),
     "engine": ("vllm", "stub"),
+    "track": ("", "trackio"),
 }
 
 
@@ -217,7 +222,8 @@ def problems(cfg: Config) -> list[str]:
             enough = value > 0 if above else value >= low
             need(math.isfinite(value) and enough, field.name, "must be above 0" if above else f"must be {low} or more")
         if field.name in CHOICES:
-            need(value in CHOICES[field.name], field.name, "choose from " + ", ".join(CHOICES[field.name]))
+            choices = CHOICES[field.name]
+            need(value in choices, field.name, "choose from " + ", ".join(choice or '""' for choice in choices))
     if found:
         return found
 
@@ -231,6 +237,7 @@ def problems(cfg: Config) -> list[str]:
          f"in --max-model-len {cfg.max_model_len}")  # fmt: skip
     need(cfg.token_budget >= cfg.max_model_len, "token_budget", "a row must hold the longest sample: use "
          f"--max-model-len {cfg.max_model_len} or more")  # fmt: skip
+    need(cfg.track or not cfg.track_space, "track_space", "needs --track trackio")
     need(cfg.eps_low < 1, "eps_low", "must be below 1")
     need(cfg.adam_beta1 < 1, "adam_beta1", "must be below 1")
     need(cfg.adam_beta2 < 1, "adam_beta2", "must be below 1")

@@ -14,6 +14,7 @@ One code path: the calls go to huggingface_hub.HfApi, or to local_jobs.LocalJobs
 
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import json
 import os
@@ -40,6 +41,7 @@ from local_jobs import SHARED_CORES, TERMINAL, LocalJobs
 
 HERE = Path(__file__).resolve().parent
 REPLICA_PORT = 8000
+TRACKIO = "trackio==0.43.0"  # installed in the trainer Job if --track asks for it
 
 
 class LaunchError(Exception):
@@ -102,7 +104,7 @@ def trainer_job(cfg: Config, place: Place, attempt: str, replicas: list[dict]) -
     flags = to_flags(dataclasses.replace(cfg, bucket=place.bucket))
     command = [place.python, f"{place.code}/trainer_job.py", *flags]
     if not place.local:
-        install = f"{place.python} -m pip install -q -r {place.code}/requirements.txt"
+        install = f"{place.python} -m pip install -q -r {place.code}/requirements.txt {TRACKIO if cfg.track else ''}"
         command = ["bash", "-c", f'{install} && cd {place.code} && exec "$@"', "trainer", *command]
     env = {"REPLICAS": json.dumps(replicas), "ATTEMPT": attempt, "PYTHONUNBUFFERED": "1"}
     return {
@@ -191,6 +193,14 @@ def check_reward(cfg: Config) -> None:
         load_rewards(cfg.reward)
     except ValueError as error:
         fail(f"--reward {cfg.reward}: {error}")
+
+
+def check_tracking(cfg: Config, local: bool) -> None:
+    """Exit unless what --track needs is there."""
+    if cfg.track and local and not importlib.util.find_spec("trackio"):
+        fail(f"--track {cfg.track}: it is not installed: pip install {TRACKIO}")
+    if cfg.track and not local and not cfg.track_space:
+        fail(f"--track {cfg.track}: what it keeps would vanish with the Job: name a Space with --track-space")
 
 
 def check_machine(cfg: Config) -> Config:
@@ -603,6 +613,7 @@ def show_logs(fleet: Fleet) -> int:
 def start(fleet: Fleet, user: dict, dry_run: bool, detach: bool) -> int:
     """Check everything, say what will run, and run it."""
     check_reward(fleet.cfg)
+    check_tracking(fleet.cfg, fleet.place.local)
     check_local_data(fleet.cfg) if fleet.place.local else check_hub(fleet, user)
     if dry_run:
         print(plan(fleet.cfg, fleet.place, fleet.prices))

@@ -27,7 +27,7 @@ import warnings
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.torch
@@ -544,6 +544,7 @@ class Run:
     rows: list[dict]  # metrics of all steps so far, those before a resume too
     checkpoints: bucket.Worker = field(default_factory=lambda: bucket.Worker("checkpoints"))
     journal: bucket.Worker = field(default_factory=lambda: bucket.Worker("journal"))
+    trackio: bucket.Worker = field(default_factory=lambda: bucket.Worker("trackio"))
     stopped: threading.Event = field(default_factory=threading.Event)
     saved: Path | None = None  # the newest checkpoint of this run
     batch_version: int = 0  # the policy version when the step's batch was taken
@@ -551,6 +552,7 @@ class Run:
     failed_saves: int = 0  # in a row
     before: dict = field(default_factory=dict)  # the last row before a resume: totals go on from there
     started: float = field(default_factory=time.monotonic)
+    tracker: Any = None  # trackio's run, if metrics go there too
 
     def superseded(self) -> bool:
         """Whether another trainer has this run now: nothing that belongs to the run as a whole may be written then."""
@@ -610,6 +612,14 @@ class Run:
 
         self.journal.submit(write)
 
+    def track(self, row: dict) -> None:
+        """Hand a step's metrics to trackio; whatever goes wrong there, the run goes on without it."""
+        try:
+            self.tracker.log(row, step=row["step"])
+        except Exception as error:
+            print(f"metrics no longer go to trackio: {type(error).__name__}: {error}", flush=True)
+            self.tracker = None
+
     def total(self, name: str, value: float) -> float:
         """A count of this attempt on top of what the attempts before it counted."""
         return self.before.get(name, 0) + value
@@ -628,6 +638,7 @@ def open_run(cfg: Config, lease: bucket.Lease, model: PeftModel, state: dict, fo
     sampler = Sampler(cfg, prompts, cursor, lambda: publisher.policy, pool, publisher.reload)
     rows = report.read_rows(found / "metrics.jsonl") if found else []
     run = Run(cfg, directory, lease, publisher, sampler, rows, saved=found, before=rows[-1] if rows else {})
+    run.tracker = open_tracker(cfg)
     signal.signal(signal.SIGTERM, lambda *_: run.stopped.set())
     signal.signal(signal.SIGINT, lambda *_: run.stopped.set())
     first = [Rollout(0, prompts[0].ids, prompts[0].ids[:1], [0.0], None, 0.0, 0)]
@@ -639,6 +650,20 @@ def open_run(cfg: Config, lease: bucket.Lease, model: PeftModel, state: dict, fo
         print(f"deleting {name}, left by an ended attempt", flush=True)
     sampler.start()
     return run
+
+
+def open_tracker(cfg: Config) -> Any:
+    """The run in trackio that metrics go to (--track trackio), continued if it is there; None without one."""
+    if not cfg.track:
+        return None
+    try:
+        import trackio
+
+        return trackio.init("async-grpo-lora", cfg.run, space_id=cfg.track_space or None, private=True, embed=False,
+                            config=dataclasses.asdict(cfg), resume="allow", auto_log_cpu=False)  # fmt: skip
+    except Exception as error:  # no trackio, no such Space, no network
+        raise ValueError(f"--track trackio: {type(error).__name__}: {error}; pip install trackio, or leave it out"
+                         ) from error  # fmt: skip
 
 
 def canary(model: PeftModel, rollouts: list[Rollout], cfg: Config) -> dict:
@@ -765,6 +790,8 @@ def record(run: Run, step: int, metrics: dict, rollouts: list[Rollout]) -> None:
         num_gpus = dist.get_world_size() if dist.is_initialized() else 1
         row["perf/mfu"] = flops / step_s / peak_flops(run.cfg.dtype) / num_gpus
     run.rows.append(row)
+    if run.tracker:
+        run.track(row)
     recent = run.rows[-10:]
     print(report.step_line(row, run.cfg, report.mean_of(recent, "perf/step_s")), flush=True)
     if step % run.cfg.diagnose_every == 0:
@@ -780,6 +807,9 @@ def finish(run: Run, step: int, model: PeftModel, optimizer: torch.optim.Optimiz
         run.save(step, model, optimizer)
     run.write_metrics()
     grace_s = 5.0 if run.stopped.is_set() else run.cfg.publish_timeout_s
+    if run.tracker:
+        run.trackio.submit(run.tracker.finish)
+        run.trackio.flush(grace_s)
     done = run.checkpoints.flush(grace_s) and run.journal.flush(grace_s)
     where = f"checkpoint {run.saved}" if run.saved else "no checkpoint"
     if not complete:

@@ -53,6 +53,8 @@ def test_the_defaults_are_the_recipe_of_the_post():
         ({"lora_rank": 513}, "--lora-rank"),
         ({"max_loras": 5}, "--max-loras"),  # A21: four stale versions, the newest, and the one being loaded
         ({"top_p": 0.9}, "--top-p"),  # B10: truncated logprobs cannot be reproduced
+        ({"track": "wandb"}, "--track"),
+        ({"track_space": "me/curves"}, "--track trackio"),
         ({"top_k": 2}, "--top-k"),
         ({"min_p": 0.1}, "--min-p"),
         ({"temperature": 0.0}, "--temperature"),

@@ -59,9 +59,12 @@ def wait_for(condition, timeout_s: float = 90):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, toy_dir) -> tuple[Path, str]:
-    """A run of three steps on two replicas: its directory and what it printed."""
+    """A run of three steps on two replicas, tracked: its directory and what it printed."""
     runs = tmp_path_factory.mktemp("runs")
-    return runs / "whole", launch(runs, "whole", "--max-steps=3", "--max-staleness=1", "--queue-size=32")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TRACKIO_DIR", str(runs / "trackio"))
+        flags = ("--max-steps=3", "--max-staleness=1", "--queue-size=32", "--track=trackio")
+        return runs / "whole", launch(runs, "whole", *flags)
 
 
 def test_a_run_leaves_everything_it_promises(finished):
@@ -124,6 +127,16 @@ def test_the_final_adapter_loads_with_peft_and_differs_from_the_base(finished, t
     assert not torch.equal(before, after)
     assert torch.equal(before, without)
     assert "base_model" in (run_dir / "final" / "README.md").read_text()
+
+
+def test_trackio_has_the_metrics_of_every_step(finished):
+    run_dir, _ = finished
+    code = "import json; from trackio.sqlite_storage import SQLiteStorage as s; print(json.dumps(s.get_logs(*%r)))"
+    code %= (("async-grpo-lora", "whole"),)
+    env = {**os.environ, "TRACKIO_DIR": str(run_dir.parent / "trackio")}
+    logged = json.loads(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True).stdout)
+    assert [row["step"] for row in logged] == [1, 2, 3]
+    assert [row["reward/mean"] for row in logged] == [row["reward/mean"] for row in rows_of(run_dir)]
 
 
 def test_nothing_is_left_running_after_a_run(finished):

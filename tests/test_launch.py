@@ -151,6 +151,19 @@ def test_the_trainer_job_gets_the_flags_that_make_the_same_configuration():
     assert again == dataclasses.replace(CFG, bucket=launch.LOCAL_PLACE.bucket)
 
 
+def test_a_tracked_trainer_job_installs_the_tracker_that_the_tests_use():
+    spec = launch.trainer_job(dataclasses.replace(CFG, track="trackio", track_space="s"), launch.HF_PLACE, "1", [])
+    (pin,) = [line for line in (ROOT / "requirements-dev.txt").read_text().splitlines() if "trackio" in line]
+    assert f"requirements.txt {pin} && " in spec["command"][2]
+    assert "trackio" not in launch.trainer_job(CFG, launch.HF_PLACE, "1", [])["command"][2]
+
+
+def test_tracking_whose_records_would_vanish_with_the_job_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        launch.check_tracking(dataclasses.replace(CFG, track="trackio"), local=False)
+    assert "--track-space" in capsys.readouterr().err
+
+
 def test_the_token_is_only_ever_a_secret():
     # D15
     fleet = launch.Fleet(None, CFG, launch.HF_PLACE, {"HF_TOKEN": "hf_SECRET"})
