@@ -5,6 +5,7 @@
     python bench.py routing          # cold prefills and balance over the sanity set, simulated with the proxy's router
     python bench.py trainer          # the gradient step against plain transformers and PEFT (--model-shape on a GPU)
     python bench.py sync             # how long a publish holds the trainer up, on a slow bucket
+    python bench.py hub              # the demo on the tests' fake Hub against --local
     python bench.py chaos            # the whole local run under kill -9 of replicas, proxy and trainer
 
 Prints a table and saves it as bench/<name>.json and bench/<name>.png. Run it on a machine that does nothing else.
@@ -15,7 +16,7 @@ import importlib
 import sys
 from pathlib import Path
 
-NAMES = ("rewards", "proxy", "routing", "trainer", "sync", "chaos")
+NAMES = ("rewards", "proxy", "routing", "trainer", "sync", "hub", "chaos")
 
 
 def main() -> int:
