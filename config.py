@@ -170,8 +170,11 @@ def max_loras(cfg: Config) -> int:
 
 
 def fresh_samples(cfg: Config) -> int:
-    """Completions that may be in flight or waiting at a time without growing stale before they are trained on."""
-    return cfg.batch_size * max(1, cfg.max_staleness * cfg.sync_every - 1)  # one more batch is being trained on
+    """Completions that may be in flight or waiting at a time without growing stale before they are trained on.
+
+    One version of the window is kept back: long completions take longer than others, and must not be those dropped.
+    """
+    return cfg.batch_size * max(1, (cfg.max_staleness - 1) * cfg.sync_every)
 
 
 def queue_size(cfg: Config) -> int:
