@@ -9,7 +9,7 @@ import json
 import statistics
 from pathlib import Path
 
-from config import Config, queue_size
+from config import Config, fresh_samples, queue_size
 
 
 def step_line(row: dict, cfg: Config, recent_s: float) -> str:
@@ -44,6 +44,10 @@ def diagnose(rows: list[dict], cfg: Config) -> str:
         inflight = mean_of(rows, "rollout/inflight")
         limit = mean_of(rows, "rollout/inflight_limit")
         cure = "raise --inflight-per-replica or add --replicas" if inflight >= 0.9 * limit else "add --replicas"
+        if (
+            limit > fresh_samples(cfg) <= inflight + queued + 2 * cfg.group_size
+        ):  # replicas wait so that nothing is stale
+            cure = "raise --max-staleness or --batch-size: more would be too old when its turn comes"
         return f"rollout-bound: {figures}, {inflight:.0f}/{limit:.0f} in flight: {cure}"
     if cfg.gradient_checkpointing:
         return f"trainer-bound: {figures}, backpressure {pressure_s:.1f} s: try --no-gradient-checkpointing"

@@ -53,6 +53,12 @@ def test_a_waiting_trainer_with_all_slots_taken_is_told_to_raise_the_cap_or_add_
     assert "--replicas" in text
 
 
+def test_a_waiting_trainer_whose_replicas_may_not_sample_ahead_is_told_to_widen_the_window():
+    cfg = dataclasses.replace(CFG, max_staleness=1)  # one batch of 128 at a time
+    text = report.diagnose(rows(**{"perf/rollout_wait_s": 4.0, "sample/queue_size": 20, "rollout/inflight": 100}), cfg)
+    assert "100/256 in flight: raise --max-staleness or --batch-size" in text
+
+
 def test_a_waiting_trainer_with_free_slots_needs_replicas():
     starved = {"perf/rollout_wait_s": 4.0, "sample/queue_size": 3, "rollout/inflight": 100}
     text = report.diagnose(rows(**starved), CFG)
