@@ -278,7 +278,6 @@ class Sampler:
         self.inflight = 0  # completions
         self.generated_tokens = 0
         self.rejected = 0  # completions that could not be used (aborted, without tokens or logprobs)
-        self.truncated = 0
         self.failed_groups = 0
         self.failed_in_a_row = 0
         self.dropped_stale = 0  # completions
@@ -401,7 +400,6 @@ class Sampler:
                 with self.slots:
                     self.generated_tokens += sum(len(choice.ids) for choice in choices)
                     self.rejected += self.cfg.group_size - len(choices)
-                    self.truncated += sum(choice.truncated for choice in choices)
                 return policy.version, choices
             if verdict == "fatal":
                 self.error = RolloutError(f"the proxy refused a request: {answer}: check HF_TOKEN")

@@ -775,7 +775,8 @@ def record(run: Run, step: int, metrics: dict, rollouts: list[Rollout]) -> None:
         "rollout/backpressure_s": sampler.queue.take_backpressure_s(),
         "rollout/inflight": sampler.inflight,
         "rollout/inflight_limit": sampler.num_ready * run.cfg.inflight_per_replica,
-        "rollout/failed_groups_total": sampler.failed_groups,
+        "rollout/failed_groups_total": run.total("rollout/failed_groups_total", sampler.failed_groups),
+        "rollout/rejected_total": run.total("rollout/rejected_total", sampler.rejected),
         "sample/queue_size": sampler.queue.num_samples,
         "sample/staleness_mean": sum(behind) / len(behind),
         "sample/on_policy_frac": sum(publisher.step_of[r.version] == step - 1 for r in rollouts) / len(rollouts),
@@ -785,6 +786,7 @@ def record(run: Run, step: int, metrics: dict, rollouts: list[Rollout]) -> None:
         "completions/truncated_frac": sum(r.truncated for r in rollouts) / len(rollouts),
         "publish/num_total": run.total("publish/num_total", len(publisher.seconds)),
         "publish/failed_total": run.total("publish/failed_total", publisher.failed_total),
+        "publish/replaced_total": run.total("publish/replaced_total", publisher.worker.replaced),
     }
     if flops and torch.cuda.is_available():
         num_gpus = dist.get_world_size() if dist.is_initialized() else 1
