@@ -12,6 +12,7 @@ Job (trainer_job.py) or the replicas' dead-man switch (replica.sh). The same --r
 One code path: the calls go to huggingface_hub.HfApi, or to local_jobs.LocalJobs, which has the same ones.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import importlib.util
@@ -633,7 +634,8 @@ def start(fleet: Fleet, user: dict, dry_run: bool, detach: bool) -> int:
     return launch(fleet, detach)
 
 
-def main() -> int:
+def launch_parser() -> argparse.ArgumentParser:
+    """The flags of this script: those of config.py, and its own."""
     parser = make_parser(__doc__)
     parser.add_argument("--local", action="store_true", help="run the Jobs as processes of this machine")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and stop")
@@ -641,7 +643,11 @@ def main() -> int:
     for name, text in (("status", "list the Jobs of RUN"), ("logs", "follow the log of RUN's trainer"),
                        ("stop", "cancel all Jobs of RUN")):  # fmt: skip
         parser.add_argument(f"--{name}", metavar="RUN", help=text)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = launch_parser().parse_args()
     cfg = config_from(args, args.local)
     run = args.status or args.logs or args.stop or cfg.run or f"grpo-{time.strftime('%m%d-%H%M%S')}"
     cfg = dataclasses.replace(cfg, run=run)

@@ -1,0 +1,192 @@
+"""README.md: what it shows is there, and what it tells people to type works.
+
+python tests/test_readme.py     # write the line numbers and the table of files anew
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+LINK = re.compile(r"\[`(\w+)`\]\((\w+\.py)#L(\d+)\)")
+FILES = {
+    "config.py": "what can be set, and what is the default",
+    "trainer.py": "how does the policy learn: advantages, loss, the loop, resume",
+    "packing.py": "how do rollouts become rows: which tokens share a forward, and who sees what",
+    "rollouts.py": "how are completions sampled, scored and queued while the trainer trains",
+    "bucket.py": "how does an adapter get to the replicas safely: publish, lease, retire, checkpoints",
+    "proxy.py": "how do N replicas look like one server: broadcast, route, survive",
+    "rewards.py": "when is an answer right",
+    "report.py": "what did a run do: bottleneck, summary, curves",
+    "launch.py": "how do the Jobs start, stay up, and stop billing",
+    "trainer_job.py": "what runs in the trainer Job",
+    "replica.sh": "what runs in a replica Job",
+    "hub_jobs.py": "what is asked of the Hub before anything starts",
+    "local_jobs.py": "what stands in for HF Jobs on one machine",
+    "stub_vllm.py": "what stands in for vLLM where there is no GPU",
+    "toy.py": "where does the model of the demo come from",
+    "bench.py": "what does each figure below rest on (with [benches/](benches))",
+}
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of one language; "" for those without, which hold commands."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for kind, text in fenced if kind == language]
+
+
+def commands() -> list[list[str]]:
+    """Every command line of README.md, those in tables too, as words."""
+    text = README.read_text()
+    lines = [line for block in blocks("") for line in block.splitlines()]
+    lines += re.findall(r"`((?:python|pytest) [^`]*)`", text)
+    parts = [part for line in lines for part in line.partition("  #")[0].split("&&")]
+    starts = ("python ", "pip ", "pytest ", "hf ")
+    return [shlex.split(part) for part in parts if part.strip().startswith(starts)]
+
+
+def definition(name: str, file: str) -> int:
+    """The line in which a function or class is defined."""
+    lines = (ROOT / file).read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if re.match(rf"(def|class) {name}\b", line))
+
+
+def num_lines(file: str) -> int:
+    return len((ROOT / file).read_text().splitlines())
+
+
+def table_of_files() -> str:
+    rows = [f"| [{file}]({file}) | {num_lines(file):,} | {question} |" for file, question in FILES.items()]
+    return "\n".join(["| file | lines | question it answers |", "|---|---|---|", *rows])
+
+
+# --- what it shows ---
+
+
+def test_links_to_lines_lead_to_what_they_name():
+    links = LINK.findall(README.read_text())
+    assert len(links) > 15
+    assert [(name, file, definition(name, file)) for name, file, _ in links] == [(n, f, int(at)) for n, f, at in links]
+
+
+def test_the_table_of_files_is_true():
+    assert table_of_files() in README.read_text()
+    assert {path.name for path in ROOT.glob("*.py")} | {"replica.sh"} == FILES.keys()
+
+
+def test_every_file_that_is_linked_exists():
+    for target in re.findall(r"\]\(([\w./]+)(?:#L\d+)?\)", README.read_text()):
+        assert (ROOT / target).exists(), target
+
+
+def test_every_message_of_the_troubleshooting_table_can_be_printed():
+    section = README.read_text().partition("## When something goes wrong")[2].partition("\n## ")[0]
+    sources = "".join(re.sub(r"\{[^{}]*\}", "…", path.read_text()) for path in ROOT.glob("*.py"))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)  # strings that go on in the next line
+    messages = [m for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for m in re.findall(r"`(.*?)`", row)]
+    assert len(messages) > 25
+    for message in set(messages) - {"ratio", "staleness"}:
+        words = max(re.split(r"…|--\w+ \w+: |\d+", message), key=len).strip()
+        assert words in sources or "max_lora_rank" in message, message  # that one is vLLM's own
+
+
+def test_flags_it_names_exist():
+    import launch
+
+    known = {flag for action in launch.launch_parser()._actions for flag in action.option_strings}
+    known |= {"--plot", "--nproc-per-node"}
+    text = README.read_text()
+    assert {f for f in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text) if f not in known and f != "--kill-s"} == set()
+
+
+# --- what it tells people to type ---
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_commands_are_understood(words):
+    import launch
+    from config import config_from
+
+    program, rest = (words[1], words[2:]) if words[0] == "python" else (words[0], words[1:])
+    if "--help" in rest:
+        assert program == "launch.py"  # launch_parser makes it
+    elif program == "launch.py":
+        args = launch.launch_parser().parse_args(rest)
+        config_from(args, args.local)
+    elif program == "bench.py":
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"benches.bench_{rest[0]}").add_flags(parser)
+        parser.parse_args(rest[1:])
+    elif program == "pip":
+        assert all((ROOT / rest[i + 1]).exists() for i, word in enumerate(rest) if word == "-r")
+    else:  # pytest is how this test runs; the curves are drawn in test_report.py; hf is the Hub's
+        assert (program, *rest[:1]) in {("pytest", "tests/"), ("trainer.py", "--plot"), ("hf", "auth")}, words
+
+
+def test_forks_data_reward_and_loss_train_together(tmp_path, toy_dir):
+    rows = [json.loads(line) for block in blocks("json") for line in block.splitlines()]
+    singles = [row for row in rows if isinstance(row["question"], str)] * 40  # the toy has no chat template
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in singles))
+    (tmp_path / "my_rewards.py").write_text(next(block for block in blocks("python") if "def concise" in block))
+    chosen = [words[2:] for words in commands() for mark in ("--answer-column", "--reward", "dr_grpo") if mark in words]
+    flags = dict.fromkeys(flag for words in chosen for flag in words)
+    command = [sys.executable, str(ROOT / "launch.py"), *flags, "--replicas=1", "--max-steps=1", "--batch-size=16",
+               "--run=fork", "--port=0"]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}  # where the reward lies; for users it is beside launch.py
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    row = json.loads((tmp_path / "runs/fork/metrics.jsonl").read_text())
+    assert 0 <= row["reward/mean"] <= 1.2
+
+
+def test_forks_prompts_of_several_turns_go_through_the_chat_template(tmp_path, toy_dir):
+    from transformers import AutoTokenizer
+
+    from config import LOCAL, Config
+    from rollouts import load_prompts
+
+    (tmp_path / "sums.jsonl").write_text(blocks("json")[0].splitlines()[1] + "\n")
+    tokenizer = AutoTokenizer.from_pretrained(toy_dir)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }},{% endfor %}"
+    cfg = Config(**LOCAL | {"dataset": str(tmp_path / "sums.jsonl"), "prompt_column": "question",
+                            "answer_column": "meta.gold"})  # fmt: skip
+    (prompt,), _ = load_prompts(cfg, tokenizer)
+    assert tokenizer.decode(prompt.ids) == "1+2=,3,4+5=,"
+    assert prompt.columns["answer"] == "9"
+
+
+def test_forks_the_other_loss_has_the_derivative_it_says():
+    import torch
+
+    from config import Config
+
+    scope = {}
+    exec(next(block for block in blocks("python") if "def clipped_objective" in block), scope)
+    cfg = dataclasses.replace(Config(), eps_high=0.28)
+    log_ratio = torch.tensor([0.5, -0.5, 0.1], requires_grad=True)
+    advantages = torch.tensor([1.0, -1.0, 2.0])
+    objective, slope = scope["clipped_objective"](log_ratio.detach(), advantages, cfg)
+    weight = (log_ratio.exp().clamp(max=1.28) * advantages).detach()
+    (weight * log_ratio).sum().backward()
+    assert torch.equal(slope, log_ratio.grad)
+    assert torch.equal(objective, (weight * log_ratio).detach())
+
+
+def main() -> None:
+    text = LINK.sub(lambda m: f"[`{m[1]}`]({m[2]}#L{definition(m[1], m[2])})", README.read_text())
+    text = re.sub(r"FILES|^\| file \| lines .*?(?=\n\n)", lambda _: table_of_files(), text, flags=re.M | re.S)
+    README.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
