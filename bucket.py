@@ -353,13 +353,11 @@ class Worker:
         self.condition = threading.Condition()
         self.waiting: Callable | None = None
         self.busy = False
-        self.replaced = 0
         self.error: BaseException | None = None  # of the last job that raised; the owner looks
 
     def submit(self, job: Callable) -> None:
         """Hand over a job; returns at once. What it raises is kept in `error`."""
         with self.condition:
-            self.replaced += self.waiting is not None
             self.waiting = job
             if not self.busy:
                 self.busy = True

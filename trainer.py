@@ -548,6 +548,7 @@ class Run:
     stopped: threading.Event = field(default_factory=threading.Event)
     saved: Path | None = None  # the newest checkpoint of this run
     batch_version: int = 0  # the policy version when the step's batch was taken
+    publish_due: bool = False  # sync_every steps have passed
     bad_steps: int = 0  # in a row
     failed_saves: int = 0  # in a row
     before: dict = field(default_factory=dict)  # the last row before a resume: totals go on from there
@@ -576,9 +577,15 @@ class Run:
                 return f"a background write failed: {type(worker.error).__name__}: {worker.error}"
         return "asked to stop" if self.stopped.is_set() else ""
 
-    def publish(self, step: int, model: PeftModel, rollouts: list[Rollout]) -> None:
-        """Hand a snapshot of the adapter to the publisher; training goes on at once."""
-        self.publisher.submit(step, numpy_state(model), canary(model, rollouts, self.cfg))
+    def publish_if_due(self, step: int, model: PeftModel, rollouts: list[Rollout]) -> None:
+        """Every sync_every steps hand a snapshot of the adapter to the publisher; training goes on at once.
+
+        While a publish still runs none is taken: the weights of the first step after it are newer.
+        """
+        self.publish_due |= step % self.cfg.sync_every == 0
+        if self.publish_due and not self.publisher.worker.busy and step < self.cfg.max_steps:
+            self.publish_due = False
+            self.publisher.submit(step, numpy_state(model), canary(model, rollouts, self.cfg))
 
     def save(self, step: int, model: PeftModel, optimizer: torch.optim.Optimizer) -> None:
         """Hand a snapshot of everything to the checkpoint writer."""
@@ -705,8 +712,7 @@ def train(cfg: Config, lease: bucket.Lease | None, rank: int, world_size: int, d
         run.bad_steps = 0 if ok else run.bad_steps + 1
         run.sampler.cursor.done([group[0].group for group in groups])
         snapshot_began = time.perf_counter()
-        if step % cfg.sync_every == 0 and step < cfg.max_steps:
-            run.publish(step, model, rollouts)
+        run.publish_if_due(step, model, rollouts)
         metrics["perf/weight_sync_stall_s"] = time.perf_counter() - snapshot_began
         metrics |= {"perf/rollout_wait_s": waited_s, "perf/step_s": time.perf_counter() - began}
         record(run, step, metrics, rollouts)
@@ -786,7 +792,6 @@ def record(run: Run, step: int, metrics: dict, rollouts: list[Rollout]) -> None:
         "completions/truncated_frac": sum(r.truncated for r in rollouts) / len(rollouts),
         "publish/num_total": run.total("publish/num_total", len(publisher.seconds)),
         "publish/failed_total": run.total("publish/failed_total", publisher.failed_total),
-        "publish/replaced_total": run.total("publish/replaced_total", publisher.worker.replaced),
     }
     if flops and torch.cuda.is_available():
         num_gpus = dist.get_world_size() if dist.is_initialized() else 1

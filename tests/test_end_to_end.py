@@ -101,17 +101,22 @@ def test_on_policy_ratios_are_one(finished):
         assert abs(row["ratio"] - 1) < limit
 
 
-def test_every_policy_version_goes_live_on_both_replicas(finished):
-    run_dir, _ = finished
+def versions_that_went_live(run_dir: Path) -> list[tuple[str, str]]:
+    """(version, number of replicas) in the order of the loads."""
     (log,) = run_dir.glob("jobs/trainer*.log")
-    live = re.findall(r"-v(\d+) is live on (\d+) replicas", log.read_text())
-    assert live == [("0", "2"), ("1", "2"), ("2", "2")]
+    return re.findall(r"-v(\d+) is live on (\d+) replicas", log.read_text())
+
+
+def test_every_policy_version_goes_live_on_both_replicas(finished):
+    live = versions_that_went_live(finished[0])
+    assert live[:2] == [("0", "2"), ("1", "2")]
+    assert live[2:] in ([("2", "2")], [])  # none if the publish of 1 outlasted the second step
 
 
 def test_retired_policies_are_gone_and_live_ones_are_kept(finished):
     run_dir, _ = finished
-    versions = sorted(int(path.name.rsplit("-v", 1)[1]) for path in (run_dir / "adapters").iterdir())
-    assert versions == [1, 2]  # max_staleness 1
+    kept = sorted(path.name.rsplit("-v", 1)[1] for path in (run_dir / "adapters").iterdir())
+    assert kept == [version for version, _ in versions_that_went_live(run_dir)][-2:]  # max_staleness 1
 
 
 def test_the_final_adapter_loads_with_peft_and_differs_from_the_base(finished, toy_dir):
