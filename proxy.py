@@ -735,6 +735,8 @@ def give_policies(fleet: Fleet, replica: Replica) -> None:
     for name, policy in live.items():
         if adapters.get(name) != policy.path and (failure := load_on(fleet, replica, policy, deadline)):
             raise failure
+        if not policy.live:
+            continue
         if name not in replica.policies and (failure := check(fleet, policy, [replica])):
             forget_on(fleet, replica, name)  # loaded afresh at the next try
             raise failure
@@ -871,7 +873,7 @@ def load_on(fleet: Fleet, replica: Replica, policy: Policy, deadline: float) -> 
             lose(fleet, replica, text)
         elif verdict in ("silent", "broken"):
             is_lost(fleet, replica, text, strike=verdict == "broken")
-        if replica.state not in ("ready", "joining"):
+        if replica.state not in ("ready", "joining") or not policy.live:  # not live: retired during a catch-up
             return None
         if verdict != "silent" or timeout_s == cfg.control_timeout_s:  # a try cut short by the deadline says nothing
             if text != last:

@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def wait_for(condition, timeout_s: float = 60):
+    """What `condition()` returns once that is true; fails after timeout_s."""
+    until = time.monotonic() + timeout_s
+    while not (value := condition()) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert value, f"not within {timeout_s:g} s"
+    return value
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import requests
 import safetensors.numpy
-from conftest import free_port
+from conftest import free_port, wait_for
 from faulty_mount import Fault, FaultyMount, serve_replica
 
 import bucket
@@ -28,13 +28,6 @@ CFG = dataclasses.replace(
 )
 SHAPES = {"q.lora_A.weight": (2, 4), "q.lora_B.weight": (6, 2)}
 PEFT_CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
-
-
-def wait_for(condition, timeout_s: float = 20) -> None:
-    until = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert condition()
 
 
 def kill(lease: bucket.Lease) -> None:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import httpx2
 import psutil
 import pytest
+from conftest import wait_for
 
 import hub_jobs
 import launch
@@ -25,13 +26,6 @@ from local_jobs import LocalJobs
 ROOT = Path(__file__).resolve().parent.parent
 CFG = dataclasses.replace(Config(), run="r1", max_staleness=4)
 LOCAL_CFG = dataclasses.replace(Config(**LOCAL), run="r1")
-
-
-def wait_for(condition, timeout_s: float = 20) -> None:
-    until = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.02)
-    assert condition()
 
 
 def run_launch(*flags: str, timeout_s: float = 60, **env: str) -> subprocess.CompletedProcess:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import fake_hub
 import psutil
 import pytest
 import requests
-from conftest import free_port
+from conftest import free_port, wait_for
 
 from config import LOCAL, flag
 
@@ -113,14 +112,6 @@ class Hub:
             process.kill()
             raise
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def wait_for(condition, timeout_s: float = 40):
-    until = time.monotonic() + timeout_s
-    while not (value := condition()) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert value
-    return value
 
 
 def wait_for_training(hub: Hub) -> None:

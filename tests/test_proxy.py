@@ -782,6 +782,17 @@ def test_policy_retired_while_a_replica_was_down_does_not_come_back_with_it(fron
     assert fakes[1].state()["adapters"] == {}
 
 
+def test_replica_stops_waiting_for_a_policy_that_is_retired_while_it_catches_up(front, fakes, start, pool, tmp_path):
+    front.load("run-a1-v1", adapter(tmp_path, "v1"))
+    late = pool[2]
+    late.fault(LOAD, status=404, body=NOT_VISIBLE, times=10**6)
+    front.post("/proxy/replicas", {"url": late.url})
+    late.wait(LOAD, 2)
+    assert front.post(UNLOAD, {"lora_name": "run-a1-v1"}).status_code == 200
+    front.until_ready(3)
+    assert not any("is down" in event["text"] for event in front.stats()["events"])
+
+
 def test_name_without_an_attempt_may_come_back_after_a_cache_reset(front, fakes, tmp_path):
     """A15: TRL numbers its policies from 1 in every run."""
     path = adapter(tmp_path, "v1")

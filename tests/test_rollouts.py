@@ -7,6 +7,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from conftest import wait_for
 
 import rollouts
 from bucket import Policy
@@ -274,13 +275,6 @@ def start_sampler(proxy):
 def batch(sampler: Sampler, num_groups: int = 2) -> list[list[Rollout]]:
     until = time.monotonic() + 20
     return sampler.batch(num_groups, lambda: time.monotonic() < until and not sampler.error)
-
-
-def wait_for(condition) -> None:
-    until = time.monotonic() + 20
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert condition()
 
 
 def test_groups_come_scored_and_named_by_their_policy_version(start_sampler):
