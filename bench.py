@@ -8,6 +8,7 @@
     python bench.py sync             # how long a publish holds the trainer up, on a slow bucket
     python bench.py hub              # the demo on the tests' fake Hub against --local
     python bench.py chaos            # the whole local run under kill -9 of replicas, proxy and trainer
+    python bench.py vllm             # real vLLM servers: the demo on-policy, loads, and a replica killed (VLLM_PYTHON)
 
 Prints a table and saves it as bench/<name>.json and bench/<name>.png. Run it on a machine that does nothing else.
 """
@@ -17,7 +18,7 @@ import importlib
 import sys
 from pathlib import Path
 
-NAMES = ("rewards", "proxy", "routing", "scale", "trainer", "sync", "hub", "chaos")
+NAMES = ("rewards", "proxy", "routing", "scale", "trainer", "sync", "hub", "chaos", "vllm")
 
 
 def main() -> int:

@@ -652,7 +652,8 @@ def main() -> int:
     run = args.status or args.logs or args.stop or cfg.run or f"grpo-{time.strftime('%m%d-%H%M%S')}"
     cfg = dataclasses.replace(cfg, run=run)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # the same clean-up as Ctrl-C
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup: the run is to outlive the terminal
+            signal.signal(number, signal.default_int_handler)  # the same clean-up as Ctrl-C
     try:
         fleet, user = open_fleet(cfg, args.local)
         if args.status:

@@ -1,6 +1,7 @@
 """What several test files need: a free port, the toy model, and threads that leave the other processes room."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: the tests run many processes
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,6 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; children would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 
