@@ -65,7 +65,7 @@ class Config:
     max_model_len: int = 4096  # context of the replicas: prompt and completion together
     inflight_per_replica: int = 128  # completions that each ready replica generates at a time
     queue_size: int = 0  # completions that may wait for the trainer; 0: up to 4 batches, fewer if they would grow stale
-    max_staleness: int = 4  # older rollouts, in policy versions, are dropped
+    max_staleness: int = 4  # older rollouts, in policy versions, are dropped; 0: wait for every publish
     max_failed_groups: int = 20  # stop after this many groups in a row without one usable completion
 
     # Speed and memory of the trainer

@@ -38,7 +38,7 @@ def diagnose(rows: list[dict], cfg: Config) -> str:
     figures = f"queue {queued:.0f}/{queue_size(cfg)}, waited {wait_s:.1f} s of {step_s:.1f} s per step"
     if stall_s > 0.05 * step_s:
         return f"sync-bound: {stall_s:.2f} s of {step_s:.1f} s per step go to snapshots: raise --sync-every"
-    if dropped > 0.05 * trained:
+    if dropped > 0.05 * trained and cfg.max_staleness:  # with 0 all that is sampled ahead is dropped
         return f"stale: {dropped:.0f} completions were too old to train on ({figures}): lower --queue-size"
     if wait_s > 0.1 * step_s:
         inflight = mean_of(rows, "rollout/inflight")

@@ -308,7 +308,7 @@ class Sampler:
             self.dropped_stale += len(group)
             dropped_in_a_row += 1
             self.cursor.done([group[0].group])
-            if dropped_in_a_row == num_groups:
+            if dropped_in_a_row == num_groups and self.cfg.max_staleness:  # with 0 that is how it goes
                 print(
                     f"rollouts: {num_groups} groups in a row were too old to train on: lower --queue-size "
                     f"{queue_size(self.cfg)} or raise --max-staleness {self.cfg.max_staleness}",

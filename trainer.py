@@ -586,6 +586,8 @@ class Run:
         if self.publish_due and not self.publisher.worker.busy and step < self.cfg.max_steps:
             self.publish_due = False
             self.publisher.submit(step, numpy_state(model), canary(model, rollouts, self.cfg))
+            if self.cfg.max_staleness == 0:  # the next batch is to be of this very policy
+                self.publisher.worker.flush(self.cfg.publish_timeout_s)
 
     def save(self, step: int, model: PeftModel, optimizer: torch.optim.Optimizer) -> None:
         """Hand a snapshot of everything to the checkpoint writer."""

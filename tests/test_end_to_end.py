@@ -91,6 +91,13 @@ def test_on_policy_ratios_are_one(finished):
         assert abs(row["ratio"] - 1) < limit
 
 
+def test_without_staleness_every_step_is_on_policy(tmp_path, toy_dir):
+    launch(tmp_path, "fresh", "--max-steps=4", "--max-staleness=0")
+    rows = rows_of(tmp_path / "fresh")
+    assert [row["sample/on_policy_frac"] for row in rows] == [1.0] * 4
+    assert all(abs(row["ratio"] - 1) < 1e-3 for row in rows)
+
+
 def versions_that_went_live(run_dir: Path) -> list[tuple[str, str]]:
     """(version, number of replicas) in the order of the loads."""
     (log,) = run_dir.glob("jobs/trainer*.log")
