@@ -20,6 +20,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 ROOT = Path(__file__).resolve().parent.parent
 
 
+PARTS = {"test_launch_hub.py": 3, "test_proxy.py": 2}  # files that take long mostly wait
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one file share its servers, so they run in one process; long files are cut into parts."""
+    for number, item in enumerate(items):
+        part = number % PARTS.get(item.path.name, 1)
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.name}-{part}"))
+
+
 def free_port() -> int:
     """A port that nobody listens on right now."""
     with socket.socket() as probe:

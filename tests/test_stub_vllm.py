@@ -214,8 +214,12 @@ def start(kind: str, toy_dir: Path, variants: Path, directory: Path, bare: bool 
     with open(directory / "log", "wb") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
     server = Server(f"http://127.0.0.1:{port}", bucket, variants, process, kind)
-    wait_until(lambda: is_healthy(server.url) or process.poll() is not None, "a healthy replica", START_S)
-    assert process.poll() is None, (directory / "log").read_text()[-2000:]
+    try:
+        wait_until(lambda: is_healthy(server.url) or process.poll() is not None, "a healthy replica", START_S)
+        assert process.poll() is None, (directory / "log").read_text()[-2000:]
+    except BaseException:
+        end(process)
+        raise
     return server
 
 
