@@ -398,6 +398,7 @@ class Publisher:
         self.seconds: list[float] = []  # of the publishes that succeeded
         self.failures = 0  # in a row
         self.failed_total = 0
+        self.failed_s = 0.0  # monotonic: when the last one did
         self.last_error = ""
         self.superseded = False  # the proxy refused us: a newer attempt is in service
         self.worker, self.cleaner = Worker("publisher"), Worker("cleaner")  # old files never delay new ones
@@ -422,6 +423,7 @@ class Publisher:
             self._load(policy, canary)
         except (PublishError, OSError) as error:  # requests raises kinds of OSError
             self.failures, self.failed_total = self.failures + 1, self.failed_total + 1
+            self.failed_s = time.monotonic()
             self.last_error = f"{type(error).__name__}: {error}"
             self.rejected.append(policy.name)  # a load whose answer was lost may have succeeded
             kept = self.policy.name if self.policy else "none"

@@ -65,7 +65,7 @@ class Config:
     max_model_len: int = 4096  # context of the replicas: prompt and completion together
     inflight_per_replica: int = 128  # completions that each ready replica generates at a time
     queue_size: int = 0  # completions that may wait for the trainer; 0: up to 4 batches, fewer if they would grow stale
-    max_staleness: int = 4  # older rollouts, in policy versions, are dropped; 0: wait for every publish
+    max_staleness: int = 4  # older rollouts, in policy versions, are dropped; 0: on-policy
     max_failed_groups: int = 20  # stop after this many groups in a row without one usable completion
 
     # Speed and memory of the trainer
@@ -172,9 +172,10 @@ def max_loras(cfg: Config) -> int:
 def fresh_samples(cfg: Config) -> int:
     """Completions that may be in flight or waiting at a time without growing stale before they are trained on.
 
-    One version of the window is kept back: long completions take longer than others, and must not be those dropped.
+    One and a half versions of the window are kept back: a policy is live some time after its step, and long completions
+    take longer than others, and must not be those dropped.
     """
-    return cfg.batch_size * max(1, (cfg.max_staleness - 1) * cfg.sync_every)
+    return cfg.batch_size * max(1, int((cfg.max_staleness - 1.5) * cfg.sync_every))
 
 
 def queue_size(cfg: Config) -> int:

@@ -292,8 +292,11 @@ class Sampler:
         with self.slots:
             self.slots.notify_all()
 
-    def batch(self, num_groups: int, keep_waiting: Callable[[], bool]) -> list[list[Rollout]]:
-        """The next groups that are not stale, oldest first; fewer only once `keep_waiting()` is false."""
+    def batch(self, num_groups: int, keep_waiting: Callable[[], bool], version: int) -> list[list[Rollout]]:
+        """The next groups that are not stale for weights of this policy version, oldest first.
+
+        Fewer only once `keep_waiting()` is false, which is asked several times a second.
+        """
         groups, dropped_in_a_row = [], 0
         while len(groups) < num_groups and keep_waiting():
             group = self.queue.get(timeout_s=0.2)
@@ -301,7 +304,7 @@ class Sampler:
                 continue
             with self.slots:
                 self.slots.notify_all()
-            if not is_stale(group[0].version, self.policy().version, self.cfg.max_staleness):
+            if not is_stale(group[0].version, version, self.cfg.max_staleness):
                 groups.append(group)
                 dropped_in_a_row = 0
                 continue

@@ -547,8 +547,9 @@ class Run:
     trackio: bucket.Worker = field(default_factory=lambda: bucket.Worker("trackio"))
     stopped: threading.Event = field(default_factory=threading.Event)
     saved: Path | None = None  # the newest checkpoint of this run
-    batch_version: int = 0  # the policy version when the step's batch was taken
+    batch_version: int = 0  # the policy version of the weights for which the step's batch was taken
     publish_due: bool = False  # sync_every steps have passed
+    snapshot: tuple = ()  # what was handed to the publisher last
     bad_steps: int = 0  # in a row
     failed_saves: int = 0  # in a row
     before: dict = field(default_factory=dict)  # the last row before a resume: totals go on from there
@@ -585,9 +586,19 @@ class Run:
         self.publish_due |= step % self.cfg.sync_every == 0
         if self.publish_due and not self.publisher.worker.busy and step < self.cfg.max_steps:
             self.publish_due = False
-            self.publisher.submit(step, numpy_state(model), canary(model, rollouts, self.cfg))
-            if self.cfg.max_staleness == 0:  # the next batch is to be of this very policy
-                self.publisher.worker.flush(self.cfg.publish_timeout_s)
+            self.snapshot = (step, numpy_state(model), canary(model, rollouts, self.cfg))
+            self.publisher.submit(*self.snapshot)
+
+    def publish_again(self) -> None:
+        """Publish the last snapshot once more if that failed: what is sampled meanwhile may be too old to train on."""
+        publisher, pause_s = self.publisher, 10 * self.cfg.load_retry_s
+        idle = publisher.failures and not publisher.worker.busy and self.snapshot
+        if idle and time.monotonic() - publisher.failed_s > pause_s:
+            publisher.submit(*self.snapshot)
+
+    def version(self, step: int) -> int:
+        """The policy version of the weights after this step, live or not yet: staleness is measured from it."""
+        return max(self.publisher.policy.version, step // self.cfg.sync_every)
 
     def save(self, step: int, model: PeftModel, optimizer: torch.optim.Optimizer) -> None:
         """Hand a snapshot of everything to the checkpoint writer."""
@@ -701,7 +712,7 @@ def train(cfg: Config, lease: bucket.Lease | None, rank: int, world_size: int, d
     step = state["step"]
     while step < cfg.max_steps:
         began = time.perf_counter()
-        groups, stop = from_rank_0(next_batch(run) if run else None, world_size)
+        groups, stop = from_rank_0(next_batch(run, step) if run else None, world_size)
         if stop:
             break
         waited_s = time.perf_counter() - began
@@ -743,10 +754,15 @@ def from_rank_0(value, world_size: int):
     return box[0]
 
 
-def next_batch(run: Run) -> tuple[list[list[Rollout]], str]:
-    """The groups of the next step and '', or what there is and why training stops."""
-    groups = run.sampler.batch(run.cfg.batch_size // run.cfg.group_size, lambda: not run.why_stop())
-    run.batch_version = run.publisher.policy.version
+def next_batch(run: Run, step: int) -> tuple[list[list[Rollout]], str]:
+    """The groups of the step after this one and '', or what there is and why training stops."""
+
+    def keep_waiting() -> bool:
+        run.publish_again()
+        return not run.why_stop()
+
+    run.batch_version = run.version(step)
+    groups = run.sampler.batch(run.cfg.batch_size // run.cfg.group_size, keep_waiting, run.batch_version)
     return groups, run.why_stop()
 
 

