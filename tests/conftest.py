@@ -46,6 +46,14 @@ def wait_for(condition, timeout_s: float = 60):
     return value
 
 
+def is_near(row: dict) -> bool:
+    """Whether the rollouts of a step are of a policy a few steps old at most: few of their tokens are clipped.
+
+    One token that was unlikely and is likely now can move the mean ratio far from 1.
+    """
+    return row["clip_ratio/low"] + row["clip_ratio/high"] < 0.25
+
+
 @pytest.fixture(scope="session")
 def toy_dir() -> Path:
     """The toy model's directory; built once, on all cores, and kept in the cache."""

@@ -7,7 +7,7 @@ import signal
 import subprocess
 
 import pytest
-from conftest import wait_for
+from conftest import is_near, wait_for
 from test_end_to_end import command, launch, processes_of, rows_of
 
 import bucket
@@ -72,4 +72,4 @@ def test_a_replica_that_dies_is_replaced_and_the_run_completes(tmp_path, toy_dir
     assert summary["steps"] == 12
     assert summary["replica_restarts"] == 1
     for row in rows_of(run_dir):
-        assert abs(row["ratio"] - 1) < 0.1
+        assert is_near(row)
