@@ -43,6 +43,7 @@ vllm)
     if [ -n "$VLLM_PYTHON" ]; then
         export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} VLLM_CPU_OMP_THREADS_BIND=nobind
         export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+        export VLLM_ENABLE_V1_MULTIPROCESSING=0 # the worker in the engine's process: apart, it spins on a core of its own
         command=("$VLLM_PYTHON" -m vllm.entrypoints.openai.api_server --model "$MODEL"
             --disable-uvicorn-access-log --enforce-eager)
     fi

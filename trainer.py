@@ -598,7 +598,8 @@ class Run:
 
     def version(self, step: int) -> int:
         """The policy version of the weights after this step, live or not yet: staleness is measured from it."""
-        return max(self.publisher.policy.version, step // self.cfg.sync_every)
+        live, sync_every = self.publisher.policy.version, self.cfg.sync_every  # failed publishes used up versions too
+        return live + step // sync_every - self.publisher.step_of[live] // sync_every
 
     def save(self, step: int, model: PeftModel, optimizer: torch.optim.Optimizer) -> None:
         """Hand a snapshot of everything to the checkpoint writer."""

@@ -437,6 +437,11 @@ def test_a_publish_that_failed_is_tried_again_while_the_trainer_waits_for_fresh_
     proxy.answers.clear()
     wait_for(lambda: run.publish_again() or publisher.policy.version > 0)
     assert publisher.policy.version == 2  # under a new name
+    assert [run.version(step) for step in (1, 2, 3)] == [
+        2,
+        3,
+        4,
+    ]  # what failed used a number up, and nothing looks fresher
     assert publisher.failures == 0
 
 

@@ -322,7 +322,7 @@ def test_retired_policy_asked_for_by_name_is_a_404_and_costs_no_engine(fleet):
 def test_what_is_in_flight_when_a_pause_comes_ends_after_the_resume(fleet):
     policies = [fleet.live("first"), fleet.live("second")]
     with ThreadPoolExecutor(8) as pool:
-        asked = [(policies[i % 2], pool.submit(fleet.ask, policies[i % 2], i, n=16, **LONG)) for i in range(8)]
+        asked = [(policies[i % 2], pool.submit(fleet.ask, policies[i % 2], i, n=64, **LONG)) for i in range(8)]
         wait_until(lambda: min(fleet.num_running()) > 0, "completions on both replicas")
         assert fleet.proxy.post("/pause?mode=keep").json() == {"status": "paused"}
         frozen = fleet.num_running()
@@ -338,14 +338,16 @@ def test_what_is_in_flight_when_a_pause_comes_ends_after_the_resume(fleet):
 
 def test_client_that_leaves_stops_its_completions_on_the_engine(fleet):
     policy = fleet.live("first")
-    body = json.dumps({"model": policy, "prompt": prompt_of(0), "n": 64, "ignore_eos": True, "max_tokens": 58}).encode()
+    body = json.dumps(
+        {"model": policy, "prompt": prompt_of(0), "n": 192, "ignore_eos": True, "max_tokens": 58}
+    ).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     host, port = fleet.proxy.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
         client.sendall(head.encode() + b"\r\n\r\n" + body)
-        wait_until(lambda: sum(fleet.num_running()) == 64, "64 running completions")
+        wait_until(lambda: sum(fleet.num_running()) > 0, "running completions")
         fleet.proxy.post("/pause?mode=keep")  # so that they cannot end by themselves
-        assert sum(fleet.num_running()) == 64
+        assert sum(fleet.num_running()) > 0
     wait_until(lambda: sum(fleet.num_running()) == 0, "no running completion", 5)
     fleet.proxy.until(lambda stats: not any(replica["inflight"] for replica in stats["replicas"]), 5)
 
