@@ -73,6 +73,9 @@ HALF_VISIBLE = re.compile(
     r"doesn't contain tensors|Error while deserializing header|line \d+ column \d+ \(char \d+\)|No such file|Errno 5\b"
 )
 DEAD_ENGINE = re.compile(r"EngineCore encountered an issue|EngineDeadError")
+ADD_LORA_FAILED = re.compile(  # the second wrap is of a worker in a process of its own: with more than one GPU
+    r"Call to add_lora method failed: (?:Worker failed with error ')?(.*?)(?:', please check.*)?", re.DOTALL
+)
 TOKEN_REFUSED = "it refuses the token ({}): HF_TOKEN must be a valid token with read access to the Job"
 CURES = (
     (r"LoRA rank (\d+) is greater than", r"start the replicas with --lora-rank \1"),
@@ -189,7 +192,7 @@ def said(body: bytes) -> str:
         text = str(error.get("message") or error.get("detail") or error)
     except (orjson.JSONDecodeError, AttributeError):
         text = body.decode(errors="replace")
-    inner = re.search(r"Worker failed with error '(.*?)', please check", text, re.DOTALL)
+    inner = ADD_LORA_FAILED.fullmatch(text)
     return " ".join((inner[1] if inner else text).split())[:400]
 
 

@@ -211,8 +211,9 @@ def test_answers_to_a_request_are_told_apart(status, text, verdict):
     assert proxy.answer_verdict(status, text) == verdict
 
 
-def test_messages_name_the_cause_and_the_cure():
-    message = WORKER.format("LoRA rank 32 is greater than max_lora_rank 16.") + " for the root cause"
+@pytest.mark.parametrize("form", [WORKER + " for the root cause", "Call to add_lora method failed: {}"])
+def test_messages_name_the_cause_and_the_cure(form):
+    message = form.format("LoRA rank 32 is greater than max_lora_rank 16.")
     said = proxy.said(json.dumps({"error": {"message": message}}).encode())
     assert said == "LoRA rank 32 is greater than max_lora_rank 16."
     assert proxy.with_cure(said).endswith("max_lora_rank 16; start the replicas with --lora-rank 32")
