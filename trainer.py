@@ -548,8 +548,7 @@ class Run:
     stopped: threading.Event = field(default_factory=threading.Event)
     saved: Path | None = None  # the newest checkpoint of this run
     batch_version: int = 0  # the policy version of the weights for which the step's batch was taken
-    publish_due: bool = False  # sync_every steps have passed
-    snapshot: tuple = ()  # what was handed to the publisher last
+    snapshot_step: int = 0  # optimizer steps in what was handed to the publisher last
     bad_steps: int = 0  # in a row
     failed_saves: int = 0  # in a row
     before: dict = field(default_factory=dict)  # the last row before a resume: totals go on from there
@@ -581,20 +580,16 @@ class Run:
     def publish_if_due(self, step: int, model: PeftModel, rollouts: list[Rollout]) -> None:
         """Every sync_every steps hand a snapshot of the adapter to the publisher; training goes on at once.
 
-        While a publish still runs none is taken: the weights of the first step after it are newer.
+        Asked after each step, and while the trainer waits for rollouts: they may be waiting for this very publish. While
+        one runs none is taken (later weights are newer), and after one that failed there is another, at growing pauses.
         """
-        self.publish_due |= step % self.cfg.sync_every == 0
-        if self.publish_due and not self.publisher.worker.busy and step < self.cfg.max_steps:
-            self.publish_due = False
-            self.snapshot = (step, numpy_state(model), canary(model, rollouts, self.cfg))
-            self.publisher.submit(*self.snapshot)
-
-    def publish_again(self) -> None:
-        """Publish the last snapshot once more if that failed: what is sampled meanwhile may be too old to train on."""
-        publisher, pause_s = self.publisher, 10 * self.cfg.load_retry_s
-        idle = publisher.failures and not publisher.worker.busy and self.snapshot
-        if idle and time.monotonic() - publisher.failed_s > pause_s:
-            publisher.submit(*self.snapshot)
+        publisher, sync_every = self.publisher, self.cfg.sync_every
+        pause_s = self.cfg.load_retry_s * 2 ** (2 + publisher.failures)
+        again = publisher.failures and time.monotonic() - publisher.failed_s > pause_s
+        due = step // sync_every > self.snapshot_step // sync_every
+        if (due or again) and not publisher.worker.busy and step < self.cfg.max_steps:
+            self.snapshot_step = step
+            publisher.submit(step, numpy_state(model), canary(model, rollouts, self.cfg))
 
     def version(self, step: int) -> int:
         """The policy version of the weights after this step, live or not yet: staleness is measured from it."""
@@ -659,6 +654,7 @@ def open_run(cfg: Config, lease: bucket.Lease, model: PeftModel, state: dict, fo
     sampler = Sampler(cfg, prompts, cursor, lambda: publisher.policy, pool, publisher.reload)
     rows = report.read_rows(found / "metrics.jsonl") if found else []
     run = Run(cfg, directory, lease, publisher, sampler, rows, saved=found, before=rows[-1] if rows else {})
+    run.snapshot_step = state["step"]
     run.tracker = open_tracker(cfg)
     signal.signal(signal.SIGTERM, lambda *_: run.stopped.set())
     signal.signal(signal.SIGINT, lambda *_: run.stopped.set())
@@ -710,10 +706,10 @@ def train(cfg: Config, lease: bucket.Lease | None, rank: int, world_size: int, d
         load = partial(restore, model, optimizer, found, cfg)
         state = bucket.with_deadline(load, cfg.publish_timeout_s, f"reading {found}")
     run = open_run(cfg, lease, model, state, found) if lease else None
-    step = state["step"]
+    step, rollouts = state["step"], []
     while step < cfg.max_steps:
         began = time.perf_counter()
-        groups, stop = from_rank_0(next_batch(run, step) if run else None, world_size)
+        groups, stop = from_rank_0(next_batch(run, step, model, rollouts) if run else None, world_size)
         if stop:
             break
         waited_s = time.perf_counter() - began
@@ -755,11 +751,11 @@ def from_rank_0(value, world_size: int):
     return box[0]
 
 
-def next_batch(run: Run, step: int) -> tuple[list[list[Rollout]], str]:
-    """The groups of the step after this one and '', or what there is and why training stops."""
+def next_batch(run: Run, step: int, model: PeftModel, rollouts: list[Rollout]) -> tuple[list[list[Rollout]], str]:
+    """The groups of the step after this one and '', or what there is and why training stops; publishes meanwhile."""
 
     def keep_waiting() -> bool:
-        run.publish_again()
+        run.publish_if_due(step, model, rollouts)
         return not run.why_stop()
 
     run.batch_version = run.version(step)

@@ -424,25 +424,39 @@ def test_the_newest_waiting_snapshot_replaces_an_older_one():
     assert done == [1, 3]
 
 
-def test_a_publish_that_failed_is_tried_again_while_the_trainer_waits_for_fresh_rollouts(publisher, proxy):
+@pytest.fixture
+def run(publisher, monkeypatch) -> trainer.Run:
+    """A run whose "model" is the number that fills its adapter."""
+    monkeypatch.setattr(trainer, "numpy_state", adapter)
+    monkeypatch.setattr(trainer, "canary", lambda *_: {})
+    cfg = dataclasses.replace(CFG, load_retry_s=0.001)
     publish(publisher, 0)
-    run = trainer.Run(
-        dataclasses.replace(CFG, load_retry_s=0.01), publisher.run_dir, publisher.lease, publisher, None, []
-    )
+    return trainer.Run(cfg, publisher.run_dir, publisher.lease, publisher, None, [])
+
+
+def test_a_publish_that_failed_is_tried_again_while_the_trainer_waits_for_fresh_rollouts(run, publisher, proxy):
     proxy.answers["/v1/load_lora_adapter"] = (500, "no")
-    run.snapshot = (1, adapter(1), {})
-    publisher.submit(*run.snapshot)
+    run.publish_if_due(1, 1, [])
     assert publisher.worker.flush(20)
     assert (run.version(1), publisher.policy.version) == (1, 0)  # staleness counts from what was trained, live or not
     proxy.answers.clear()
-    wait_for(lambda: run.publish_again() or publisher.policy.version > 0)
+    wait_for(lambda: run.publish_if_due(1, 1, []) or publisher.policy.version > 0)
     assert publisher.policy.version == 2  # under a new name
-    assert [run.version(step) for step in (1, 2, 3)] == [
-        2,
-        3,
-        4,
-    ]  # what failed used a number up, and nothing looks fresher
+    # What failed used a number up, and nothing looks fresher for that.
+    assert [run.version(step) for step in (1, 2, 3)] == [2, 3, 4]
     assert publisher.failures == 0
+
+
+def test_a_publish_that_is_due_while_another_runs_is_made_while_the_trainer_waits_for_its_rollouts(run, publisher):
+    entered, go = threading.Event(), threading.Event()
+    publisher.worker.submit(lambda: entered.set() or go.wait(20))
+    assert entered.wait(20)
+    run.publish_if_due(1, 1, [])
+    go.set()
+    wait_for(lambda: run.publish_if_due(1, 1, []) or publisher.policy.version == 1)
+    assert publisher.worker.flush(20)
+    run.publish_if_due(1, 1, [])
+    assert (publisher.worker.busy, publisher.policy.version) == (False, 1)  # once is enough
 
 
 def test_what_a_background_job_raises_is_kept_for_its_owner():
