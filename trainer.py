@@ -580,8 +580,8 @@ class Run:
     def publish_if_due(self, step: int, model: PeftModel, rollouts: list[Rollout]) -> None:
         """Every sync_every steps hand a snapshot of the adapter to the publisher; training goes on at once.
 
-        Asked after each step, and while the trainer waits for rollouts: they may be waiting for this very publish. While
-        one runs none is taken (later weights are newer), and after one that failed there is another, at growing pauses.
+        Asked after each step, and while the trainer waits for rollouts: they may be waiting for this publish. While one
+        runs none is taken (later weights are newer); after one that failed there is another, at growing pauses.
         """
         publisher, sync_every = self.publisher, self.cfg.sync_every
         pause_s = self.cfg.load_retry_s * 2 ** (2 + publisher.failures)
