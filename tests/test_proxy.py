@@ -2,6 +2,8 @@
 
 import email.utils
 import gzip
+import http.client
+import io
 import itertools
 import json
 import os
@@ -254,6 +256,26 @@ def test_hop_by_hop_headers_are_not_passed_on():
     headers = [("Connection", "keep-alive, X-Secret"), ("Transfer-Encoding", "chunked"), ("x-secret", "1"), ("A", "b")]
     assert proxy.end_to_end(headers) == [("A", "b")]
     assert proxy.end_to_end([("Host", "h"), ("A", "b")], drop=("host",)) == [("A", "b")]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"Host: x\r\ncontent-length:12\r\nX-A:  b : c \r\n\r\n",
+        b"A: 1\r\na: 2\r\nEmpty:\r\nLatin: \xe9\r\n\r\n",
+        b"A: folded\r\n here\r\nB: 1\r\n\r\n",
+        b"no colon\r\nA: 1\r\n\r\n",
+        b"A : 1\r\nB: 1\r\n\r\n",
+        b": no name\r\nB: 1\r\n\r\n",
+        b"A: 1\rB: 2\r\n\r\n",
+        b"A: 1\n\n",
+        b"\r\n",
+        b"",
+    ],
+)
+def test_headers_are_read_as_pythons_http_client_reads_them(head):
+    read, wanted = proxy.plain_headers(io.BytesIO(head)), http.client.parse_headers(io.BytesIO(head))
+    assert (read.items(), [type(d) for d in read.defects]) == (wanted.items(), [type(d) for d in wanted.defects])
 
 
 def test_paths_must_lie_inside_the_bucket():
@@ -1084,6 +1106,17 @@ def send_raw(front: Server, body: dict) -> socket.socket:
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
     sock.sendall(head.format(len(data)).encode() + data)
     return sock
+
+
+def test_request_whose_body_ends_early_is_refused(front, fakes):
+    host, port = front.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as sock:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+        sock.sendall(head.encode() + b'{"model": "base"')
+        sock.shutdown(socket.SHUT_WR)
+        assert b" 400 " in sock.recv(100)
+    assert front.until(lambda stats: stats["requests"] == 0)
+    assert [fake.bodies(COMPLETIONS) for fake in fakes] == [[], []]
 
 
 @pytest.mark.parametrize("stream", [False, True])
