@@ -1,6 +1,7 @@
 """rollouts.py: prompts, the queue, what is asked of a replica, and what becomes of its answers."""
 
 import dataclasses
+import itertools
 import json
 import threading
 import time
@@ -304,10 +305,11 @@ def test_one_failed_completion_costs_only_itself(start_sampler, proxy):
 def test_a_group_with_one_usable_completion_is_dropped(start_sampler, proxy):
     # B30: all but one fail, then it works again
     bad = {"choices": [choice(), *[choice(finish="abort")] * 3]}
-    proxy.answer = lambda body: (200, bad if len(proxy.requests) <= 2 else {"choices": [choice()] * 4})
+    answers = itertools.chain([bad, bad], itertools.repeat({"choices": [choice()] * 4}))
+    proxy.answer = lambda body: (200, next(answers))
     sampler = start_sampler()
     assert len(batch(sampler)) == 2
-    assert sampler.failed_groups == 2
+    wait_for(lambda: sampler.failed_groups == 2)
     assert sampler.error is None
 
 
