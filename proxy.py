@@ -72,7 +72,7 @@ CONNECTION_WORDS = {"", "keep-alive", "close", "upgrade"}
 NOT_SENT_ON = {"host", "authorization", "content-length", "expect", "accept-encoding"}  # the proxy sets its own
 NOT_COPIED = {"content-length", "date", "server"}  # of answers, for the same reason
 PLAIN_HEADER = re.compile(rb"([\w!#$%&'*+.^`|~-]+):[ \t]*([^\r\n]*)\r?\n")
-thorough_headers = http.client.parse_headers
+thorough_headers = http.client.parse_headers  # Python's own, whose place plain_headers takes in `serve`
 # What vLLM says while a mount shows a directory only in part: no weights, half a weights file, half a JSON.
 HALF_VISIBLE = re.compile(
     r"doesn't contain tensors|Error while deserializing header|line \d+ column \d+ \(char \d+\)|No such file|Errno 5\b"
@@ -1325,10 +1325,13 @@ def create_app(fleet: Fleet) -> Flask:
     add_pages(app, fleet)
     add_control_routes(app, fleet)
     add_replica_routes(app, fleet)
-    app.add_url_rule("/<path:_>", view_func=lambda _: forward(fleet, request), methods=METHODS, endpoint="forward")
-
     app.register_error_handler(ApiError, refusal)
     app.after_request(partial(without_token, fleet))
+
+    @app.route("/<path:_>", methods=METHODS)
+    def everything_else(_: str) -> Response:
+        return forward(fleet, request)
+
     flask_app = app.wsgi_app
 
     def wsgi_app(environ: dict, start_response: Callable) -> Iterable[bytes]:
@@ -1456,7 +1459,7 @@ def body_of(asked: Request) -> bytes:
     try:
         return asked.get_data()
     except OSError as err:
-        raise ApiError(400, f"the body ends early: {err}") from None
+        raise ApiError(400, f"the request's body ends early ({err}): send it again, whole") from None
 
 
 def outgoing(asked: Request, body: bytes, **known: object) -> Ask:

@@ -653,8 +653,8 @@ def open_run(cfg: Config, lease: bucket.Lease, model: PeftModel, state: dict, fo
     pool = RewardPool(load_rewards(cfg.reward), cfg.reward_workers, cfg.reward_timeout_s, cfg.reward_memory_mb)
     sampler = Sampler(cfg, prompts, cursor, lambda: publisher.policy, pool, publisher.reload)
     rows = report.read_rows(found / "metrics.jsonl") if found else []
-    run = Run(cfg, directory, lease, publisher, sampler, rows, saved=found, before=rows[-1] if rows else {})
-    run.snapshot_step = state["step"]
+    before = rows[-1] if rows else {}
+    run = Run(cfg, directory, lease, publisher, sampler, rows, saved=found, before=before, snapshot_step=state["step"])
     run.tracker = open_tracker(cfg)
     signal.signal(signal.SIGTERM, lambda *_: run.stopped.set())
     signal.signal(signal.SIGINT, lambda *_: run.stopped.set())
