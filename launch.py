@@ -413,22 +413,24 @@ class Fleet:
                 left = [job.id for job in self.running(**labels)]
             if left == [] and passed_s >= settled_s:
                 return []
-            due = [job_id for job_id in left or [] if asked.get(job_id, 0) < time.monotonic() - 2 * self.place.poll_s]
-            self.cancel(due)
-            asked |= dict.fromkeys(due, time.monotonic())
-            time.sleep(self.place.poll_s / 5)
+            again = time.monotonic() - self.place.patience_s / 10  # a Job takes a while to end
+            due = [job_id for job_id in left or [] if asked.get(job_id, again) <= again]
+            asked |= dict.fromkeys(self.cancel(due), time.monotonic())
+            time.sleep(self.place.poll_s / 2)
         return self.last_seen_alive() if left is None else left
 
     def last_seen_alive(self) -> list[str]:
         """Ids of this launch's Jobs that had not ended when they were last looked at."""
         return [job.id for job in self.jobs.values() if job.status.stage not in TERMINAL]
 
-    def cancel(self, job_ids: list[str]) -> None:
-        """Ask for the end of these Jobs, all at once; who does not end is asked again by the caller."""
+    def cancel(self, job_ids: list[str]) -> list[str]:
+        """Ask for the end of these Jobs, all at once; ids of those that the Hub will end."""
+        accepted = []
 
         def ask(job_id: str) -> None:
             try:
                 self.api.cancel_job(job_id=job_id, **self.here())
+                accepted.append(job_id)
             except API_ERRORS as error:
                 print(f"could not cancel {job_id}, trying again: {one_line(error)}", flush=True)
 
@@ -437,6 +439,7 @@ class Fleet:
             thread.start()
         for thread in threads:
             thread.join(60)
+        return accepted
 
 
 def address(job: Any) -> str:

@@ -20,9 +20,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 ROOT = Path(__file__).resolve().parent.parent
 
 
-PARTS = {"test_launch_hub.py": 3, "test_proxy.py": 2}  # files that take long mostly wait
+PARTS = {"test_interrupted_runs.py": 4, "test_launch_hub.py": 4, "test_proxy.py": 2}  # files that mostly wait
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one file share its servers, so they run in one process; long files are cut into parts."""
     for number, item in enumerate(items):

@@ -14,6 +14,7 @@ Failures: POST /fake/rules takes a list of {"match": regex on "METHOD /path role
 which then never does.
 """
 
+import contextlib
 import http.client
 import json
 import os
@@ -172,14 +173,17 @@ class Job:
         self.canceled = True
         if self.process is None:
             return self.end("CANCELED", None)
-        for process in self.processes():
-            process.terminate()
+        self.send(signal.SIGTERM)
         psutil.wait_procs(self.processes(), timeout=10)
         self.kill()
 
     def kill(self) -> None:
+        self.send(signal.SIGKILL)
+
+    def send(self, number: int) -> None:
         for process in self.processes():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                process.send_signal(number)
 
     def end(self, stage: str, message: str | None) -> None:
         self.ran_s = int(time.monotonic() - self.running_since) if self.started_at else 0
