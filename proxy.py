@@ -1139,13 +1139,13 @@ def admit(fleet: Fleet, ask: Ask, visit: Visit) -> None:
 def route(fleet: Fleet, ask: Ask, visit: Visit) -> Response:
     """Send a request to the best replica, and again if that one breaks; ApiError if it cannot be answered."""
     hashes = block_hashes(ask.model or "", ask.ids, fleet.cfg.block_size)
-    sends_left = fleet.cfg.max_sends if ask.repeatable else 1
-    again = True
-    while again and sends_left:
-        replica = pick(fleet, ask, hashes, visit)
+    max_sends = fleet.cfg.max_sends if ask.repeatable else 1
+    tried, again = list[Replica](), True
+    while again and len(tried) < max_sends:
+        replica = pick(fleet, ask, hashes, visit, tried)
+        tried.append(replica)
         got, again = weigh(fleet, replica, ask, send(replica, ask, visit))
-        sends_left -= 1
-        fleet.counts["sent again"] += again and sends_left > 0
+        fleet.counts["sent again"] += again and len(tried) < max_sends
     if isinstance(got, ApiError):
         raise got
     headers = [*end_to_end(got.headers, NOT_COPIED), ("X-Replica", replica.id)]
@@ -1153,8 +1153,8 @@ def route(fleet: Fleet, ask: Ask, visit: Visit) -> Response:
     return Response(body, got.status, headers)
 
 
-def pick(fleet: Fleet, ask: Ask, hashes: list[int], visit: Visit) -> Replica:
-    """The replica to send a request to; waits for one, ApiError if none comes."""
+def pick(fleet: Fleet, ask: Ask, hashes: list[int], visit: Visit, tried: list[Replica]) -> Replica:
+    """The replica to send a request to, if possible one that has not been tried; waits for one, or ApiError."""
     cfg, policy = fleet.cfg, visit.policy
 
     def candidates() -> list[Replica]:
@@ -1167,6 +1167,7 @@ def pick(fleet: Fleet, ask: Ask, hashes: list[int], visit: Visit) -> Replica:
     found = wait_until(fleet, candidates, cfg.no_replica_wait_s, hopeless)
     if not found:
         raise unavailable(fleet) if policy is None or policy.live else unknown(policy.name)
+    found = [replica for replica in found if replica not in tried] or found  # one that fails at once looks idle
     if not ask.num:
         return fleet.router.least_loaded(found)
     everyone = sum(replica.bit for replica in fleet.ready())

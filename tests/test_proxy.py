@@ -1039,6 +1039,16 @@ def test_dead_engine_is_down_and_its_requests_are_sent_elsewhere(front, fakes):
     front.until(lambda stats: stats["replicas"][0]["state"] == "down")
 
 
+def test_request_is_sent_again_to_a_replica_that_has_not_failed_it(front, fakes):
+    """One that fails at once has the least in flight, and may hold the prefix too."""
+    ids = [1] * 64
+    owner = fakes[int(front.complete("base", ids).headers["X-Replica"])]
+    owner.fault(COMPLETIONS, status=503, times=4)
+    answer = front.complete("base", ids)
+    assert (answer.status_code, answer.headers["X-Replica"]) == (200, str(1 - fakes.index(owner)))
+    assert len(owner.bodies(COMPLETIONS)) == 2
+
+
 def test_request_that_kills_engines_is_given_up(fakes, start, tmp_path):
     """A18: a poisonous request must not be sent round and round."""
     front = start(Proxy, [fakes[0].url], tmp_path, "--max-sends=2")
