@@ -1009,7 +1009,7 @@ def broadcast(fleet: Fleet, path: str, target: str, payload: dict | None) -> Ans
             if path == "/pause":
                 gather(lambda replica: resume(fleet, replica), replicas)
             replica, answer = bad[0]
-            raise ApiError(answer.status, f"{path} was refused by {replica}: {answer.text}")
+            raise ApiError(answer.status, f"{replica} refuses {path}: {answer.text}")
         if not good:
             raise ApiError(503, f"every replica went down during {path}: {states(fleet)}", 1)
         settle(fleet, path, target)
