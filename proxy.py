@@ -15,6 +15,8 @@ proxy's own $HF_TOKEN), follow redirects, or pass on requests that vLLM would an
 
 The status page is /, the same as JSON /proxy/stats, for Prometheus /metrics. Replicas may come and go meanwhile:
 POST /proxy/replicas {"url": ..., "id": ..., "job": ...}, DELETE /proxy/replicas/<id>.
+
+What replicas' answers mean and what a request may be is in vllm_api.py, what the page looks like in proxy_page.py.
 """
 
 if __name__ == "__main__":  # before anything that opens sockets is imported; importing this file patches nothing
@@ -24,7 +26,6 @@ if __name__ == "__main__":  # before anything that opens sockets is imported; im
 
 import array
 import contextlib
-import email.utils
 import gc
 import http.client
 import io
@@ -38,11 +39,9 @@ import socket
 import ssl
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from http import HTTPStatus
-from types import SimpleNamespace
 from typing import BinaryIO, NamedTuple
 from urllib.parse import urlsplit
 
@@ -54,50 +53,38 @@ import gevent.queue
 import orjson
 import urllib3
 from flask import Flask, Request, Response, render_template_string, request
-from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from config import Config, config_from, fail, make_parser
+from proxy_page import PAGE, metrics
+from vllm_api import (
+    ApiError,
+    Canary,
+    answer_verdict,
+    canary_logprobs,
+    data_parallel_size,
+    end_to_end,
+    error_body,
+    lies_in,
+    load_verdict,
+    named_model,
+    read_completion,
+    read_json,
+    read_load,
+    retry_after_s,
+    said,
+    widest_gap,
+    with_cure,
+)
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 PROBE_IDS = [1, 2, 3, 4]  # tokens of every vocabulary: the canary of a load that brings none
 MAX_CATCH_UP_ROUNDS = 10  # policies that came or went during a catch-up are caught up in another round
-MAX_RETRY_AFTER_S = 60.0  # a longer Retry-After is cut to this
-HOP_BY_HOP = {
-    "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
-    "trailers", "transfer-encoding", "upgrade",
-}  # fmt: skip
-CONNECTION_WORDS = {"", "keep-alive", "close", "upgrade"}
 NOT_SENT_ON = {"host", "authorization", "content-length", "expect", "accept-encoding"}  # the proxy sets its own
 NOT_COPIED = {"content-length", "date", "server"}  # of answers, for the same reason
 PLAIN_HEADER = re.compile(rb"([\w!#$%&'*+.^`|~-]+):[ \t]*([^\r\n]*)\r?\n")
 thorough_headers = http.client.parse_headers  # Python's own, whose place plain_headers takes in `serve`
-# What vLLM says while a mount shows a directory only in part: no weights, half a weights file, half a JSON.
-HALF_VISIBLE = re.compile(
-    r"doesn't contain tensors|Error while deserializing header|line \d+ column \d+ \(char \d+\)|No such file|Errno 5\b"
-)
-DEAD_ENGINE = re.compile(r"EngineCore encountered an issue|EngineDeadError")
-ADD_LORA_FAILED = re.compile(  # the second wrap is of a worker in a process of its own: with more than one GPU
-    r"Call to add_lora method failed: (?:Worker failed with error ')?(.*?)(?:', please check.*)?", re.DOTALL
-)
 TOKEN_REFUSED = "it refuses the token ({}): HF_TOKEN must be a valid token with read access to the Job"
-CURES = (
-    (r"LoRA rank (\d+) is greater than", r"start the replicas with --lora-rank \1"),
-    (r"support DoRA", "train without DoRA"),
-    (r"modules_to_save", "train without modules_to_save"),
-    (r"bias is not supported", "train with bias='none'"),
-    (r"^Not Found$", "start the replicas with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
-)
-
-
-class ApiError(Exception):
-    """What the proxy answers itself, in OpenAI's error form."""
-
-    def __init__(self, status: int, message: str, retry_after_s: float | None = None):
-        super().__init__(message)
-        self.status = status
-        self.retry_after_s = retry_after_s
 
 
 class NotReadyError(Exception):
@@ -145,13 +132,6 @@ class Ask(NamedTuple):
     repeatable: bool = True  # may be sent again when a call breaks
 
 
-class Canary(NamedTuple):
-    """What a replica must say of a short token sequence under a policy."""
-
-    ids: list[int]  # (C,)
-    logprobs: list[float]  # (C - 1,) of the tokens after the first
-
-
 @dataclass
 class Policy:
     """An adapter that is live on the replicas, or on its way out."""
@@ -189,100 +169,6 @@ def block_hashes(policy: str, ids: list[int] | None, block_size: int) -> list[in
     return hashes
 
 
-def said(body: bytes) -> str:
-    """The message in an error body (vLLM's or FastAPI's form, or plain text), at most 400 characters of it."""
-    try:
-        parsed = orjson.loads(body)
-        error = parsed.get("error", parsed)
-        text = str(error.get("message") or error.get("detail") or error)
-    except (orjson.JSONDecodeError, AttributeError):
-        text = body.decode(errors="replace")
-    inner = ADD_LORA_FAILED.fullmatch(text)
-    return " ".join((inner[1] if inner else text).split())[:400]
-
-
-def with_cure(text: str) -> str:
-    """A replica's message about a load, and what to do about it if that is known."""
-    for pattern, cure in CURES:
-        if match := re.search(pattern, text):
-            return f"{text.rstrip('.')}; {match.expand(cure)}"
-    return text
-
-
-def load_verdict(status: int, text: str) -> str:
-    """What an answer to a load means: loaded, already (there is one of that name), late (files not visible), or final.
-
-    Also dead (the engine) and busy (the server, or the gateway before it).
-    """
-    if status == 200:
-        return "loaded"
-    if status == 400 and "has already been loaded" in text:
-        return "already"
-    if (status == 404 and "No adapter found" in text) or (status == 500 and HALF_VISIBLE.search(text)):
-        return "late"
-    if status >= 500 and DEAD_ENGINE.search(text):
-        return "dead"
-    return "busy" if status in (429, 502, 503, 504) else "final"
-
-
-def answer_verdict(status: int, text: str) -> str:
-    """What an answer to a request says: pass (it is the client's), dead or doubtful (the replica), busy or token
-    (the gateway), forgot (the policy), moved (redirected)."""
-    if status in (301, 302, 303, 307, 308):
-        return "moved"
-    if status in (401, 403):
-        return "token"
-    if status == 404 and re.search(r"The model `.*` does not exist", text):
-        return "forgot"
-    if status == 429:
-        return "busy"
-    if status >= 500:
-        return "dead" if DEAD_ENGINE.search(text) else "doubtful"
-    return "pass"
-
-
-def retry_after_s(headers: Iterable[tuple[str, str]], now_s: float) -> float:
-    """Seconds that a Retry-After header asks for (a number or a date; 1 without one), cut to MAX_RETRY_AFTER_S."""
-    value = next((value for name, value in headers if name.lower() == "retry-after"), "1")
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(value).timestamp() - now_s
-        except ValueError:
-            seconds = 1.0
-    return min(max(seconds, 0.0), MAX_RETRY_AFTER_S) if math.isfinite(seconds) else MAX_RETRY_AFTER_S
-
-
-def end_to_end(headers: Iterable[tuple[str, str]], drop: Container[str] = ()) -> list[tuple[str, str]]:
-    """Headers that a proxy passes on: all but the hop-by-hop ones, those that Connection names, and `drop`."""
-    kept, named = [], ""
-    for name, value in headers:
-        key = name.lower()
-        if key == "connection":
-            named += "," + value.lower()
-        elif key not in HOP_BY_HOP and key not in drop:
-            kept.append((name, value))
-    hops = {part.strip() for part in named.split(",")}
-    return [(name, value) for name, value in kept if name.lower() not in hops] if hops - CONNECTION_WORDS else kept
-
-
-def canary_logprobs(body: bytes, ids: list[int]) -> list[float]:
-    """Logprobs (C - 1,) of the tokens after the first, from a completion with prompt_logprobs=0; or ValueError."""
-    try:
-        rows = orjson.loads(body)["choices"][0]["prompt_logprobs"]
-        return [float(rows[i][str(ids[i])]["logprob"]) for i in range(1, len(ids))]
-    except (ValueError, LookupError, TypeError) as err:
-        raise ValueError(f"no prompt_logprobs in {body[:200]!r}") from err
-
-
-def widest_gap(wanted: list[float], found: list[float]) -> tuple[float, int]:
-    """The largest difference of two (C - 1,) logprobs, infinite if one is not finite, and the token it is at."""
-    gaps = [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in zip(wanted, found, strict=True)]
-    widest = max(gaps)
-    return widest, gaps.index(widest) + 1
-
-
 def survivors(found: Iterable[dict[str, str]]) -> dict[str, str]:
     """Which of the policies found on replicas (name to path) live on: the newest attempt's, and those without one."""
     together = {name: path for adapters in found for name, path in adapters.items()}
@@ -293,81 +179,6 @@ def survivors(found: Iterable[dict[str, str]]) -> dict[str, str]:
 def newest_attempt(policies: Iterable[str]) -> int:
     """The largest attempt in these names; -1 if none has one."""
     return max((attempt for name in policies if (attempt := attempt_of(name)) is not None), default=-1)
-
-
-def lies_in(path: str, bucket: str) -> bool:
-    """Whether an absolute path lies inside the bucket's directory, without following links."""
-    return os.path.isabs(path) and os.path.normpath(path).startswith(os.path.normpath(bucket).rstrip("/") + "/")
-
-
-def read_json(body: bytes) -> dict:
-    """The JSON object in a request's body; or ApiError."""
-    try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError as err:
-        raise ApiError(400, f"the body is not JSON: {err}") from None
-    if not isinstance(parsed, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return parsed
-
-
-def read_policy(body: bytes, bucket: str) -> Policy:
-    """The policy that a load's body describes; or ApiError."""
-    load = read_json(body)
-    name, path = load.get("lora_name"), load.get("lora_path")
-    for key, value in (("lora_name", name), ("lora_path", path)):
-        if not isinstance(value, str) or not value:
-            raise ApiError(400, f"a load needs {key}, a string that is not empty")
-    if not lies_in(path, bucket):
-        raise ApiError(400, f"lora_path {path!r}: must be an absolute path inside the bucket {bucket}")
-    if load.get("load_inplace"):
-        raise ApiError(400, "load_inplace: vLLM would read the files at every step; load new weights under a new name")
-    return Policy(name, path, read_canary(load["canary"]) if load.get("canary") else None)
-
-
-def read_canary(canary: object) -> Canary:
-    """The canary of a load; or ApiError."""
-    fits = isinstance(canary, dict) and all(isinstance(canary.get(key), list) for key in ("token_ids", "logprobs"))
-    if not fits or not len(canary["token_ids"]) == len(canary["logprobs"]) + 1 >= 2:
-        raise ApiError(400, "canary: needs two or more token_ids, and logprobs of all but the first")
-    if not all(type(token) is int and token >= 0 for token in canary["token_ids"]):
-        raise ApiError(400, "canary: token_ids must be whole numbers")
-    if not all(type(value) in (int, float) and math.isfinite(value) for value in canary["logprobs"]):
-        raise ApiError(400, "canary: logprobs must be finite numbers")
-    return Canary(canary["token_ids"], canary["logprobs"])
-
-
-def read_completion(body: bytes) -> dict:
-    """What routing needs to know of a completion request: model, ids, num, stream; or ApiError."""
-    asked = read_json(body)
-    model, prompt, n = asked.get("model"), asked.get("prompt"), asked.get("n")
-    if not isinstance(model, str) or not model:
-        raise ApiError(400, "model is missing: name a policy or the base model")  # vLLM would take the base model
-    first = prompt[0] if isinstance(prompt, list) and prompt else None
-    batch = len(prompt) if isinstance(first, list | str) else 1
-    return {
-        "model": model,
-        "ids": prompt if isinstance(first, int) else None,
-        "num": batch * (n if isinstance(n, int) and n > 0 else 1),
-        "stream": bool(asked.get("stream")),
-    }
-
-
-def data_parallel_size(body: bytes) -> int:
-    """How many engines share a vLLM server's address, from its /server_info; 1 if that does not say."""
-    try:
-        return int(orjson.loads(body)["vllm_config"]["parallel_config"]["data_parallel_size"])
-    except (ValueError, LookupError, TypeError):
-        return 1
-
-
-def named_model(body: bytes) -> str | None:
-    """The model that a request of any other kind names, if it does."""
-    try:
-        model = orjson.loads(body).get("model")
-    except (orjson.JSONDecodeError, AttributeError):
-        return None
-    return model if isinstance(model, str) else None
 
 
 def short(err: Exception) -> str:
@@ -1272,12 +1083,6 @@ def weigh(fleet: Fleet, replica: Replica, ask: Ask, got: object) -> tuple[Answer
 # The pages
 
 
-def error_body(status: int, message: str) -> dict:
-    """OpenAI's error form."""
-    kind = HTTPStatus(status).phrase.title().replace(" ", "") if status != 499 else "ClientClosedRequest"
-    return {"error": {"message": message, "type": kind.removesuffix("Error") + "Error", "param": None, "code": status}}
-
-
 def stats(fleet: Fleet) -> dict:
     """What the status page shows."""
     return {
@@ -1299,25 +1104,6 @@ def stats(fleet: Fleet) -> dict:
         "counts": dict(fleet.counts),
         "events": [{"time": when, "text": text} for when, text in fleet.events],
     }  # fmt: skip
-
-
-def metrics(now: dict) -> bytes:
-    """Prometheus' text for what `stats` returns."""
-    replicas = now["replicas"]
-    values = [
-        (GaugeMetricFamily, "ready", "1 if it is ready", "replica", {r["id"]: r["state"] == "ready" for r in replicas}),
-        (GaugeMetricFamily, "inflight", "Completions in flight", "replica", {r["id"]: r["inflight"] for r in replicas}),
-        (CounterMetricFamily, "routed", "Completions sent to it", "replica", {r["id"]: r["routed"] for r in replicas}),
-        (GaugeMetricFamily, "policies", "Policies", "state", {key: len(now[key]) for key in ("policies", "retiring")}),
-        (CounterMetricFamily, "router", "Routed requests", "outcome", now["router"]),
-        (CounterMetricFamily, "events", "Loads, failed loads, requests sent again", "kind", now["counts"]),
-    ]
-    families = []
-    for kind, name, text, label, numbers in values:
-        families.append(kind(f"proxy_{name}", text, labels=[label]))
-        for key, number in numbers.items():
-            families[-1].add_metric([key], number)
-    return generate_latest(SimpleNamespace(collect=lambda: families))
 
 
 def create_app(fleet: Fleet) -> Flask:
@@ -1393,7 +1179,7 @@ def add_control_routes(app: Flask, fleet: Fleet) -> None:
 
     @app.post("/v1/load_lora_adapter")
     def load_policy() -> Response:
-        policy = read_policy(body_of(request), fleet.bucket)
+        policy = Policy(*read_load(body_of(request), fleet.bucket))
         load(fleet, policy)
         return Response(f"Success: LoRA adapter '{policy.name}' added successfully.", mimetype="text/plain")
 
@@ -1471,43 +1257,6 @@ def outgoing(asked: Request, body: bytes, **known: object) -> Ask:
     headers = dict(end_to_end(asked.headers.items(), NOT_SENT_ON))
     headers["Accept-Encoding"] = "gzip" if "gzip" in asked.headers.get("Accept-Encoding", "") else "identity"
     return Ask(asked.method, target, headers, body, **known)
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2">
-<title>{{ ready }}/{{ replicas|length }} ready</title><style>
-:root { color-scheme: light dark; --line: light-dark(#dde1e6, #3a3f47); --soft: light-dark(#5f6773, #9aa3af) }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.4rem } h2 { font-size: 1rem; margin: 2rem 0 .5rem }
-table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .4rem .8rem .4rem 0;
-border-bottom: 1px solid var(--line); vertical-align: top } th, .soft { color: var(--soft); font-weight: normal }
-td.number, th.number { text-align: right } code { font-size: .9em; overflow-wrap: anywhere }
-.state { padding: .1rem .6rem; border-radius: 1rem; color: #fff; background: #8a6d00 }
-.ready { background: #1a7f4b } .down { background: #c0392b } .draining { background: #6b7280 }
-.bar { display: flex; height: 1rem; border-radius: .5rem; overflow: hidden; background: var(--line) }
-.affinity { background: #2b6cb0 } .spilled { background: #d97706 } .unmatched { background: #94a3b8 }
-.bar span { display: block } .key { display: inline-block; width: .7rem; height: .7rem; border-radius: .2rem }
-</style></head><body>
-<h1>{{ ready }} of {{ replicas|length }} replicas ready{{ ", paused" if paused }}</h1>
-<p class="soft">{{ requests }} requests in flight{{ ", now: " + busy_with if busy_with }}</p>
-<table><tr><th>replica<th>state<th class="number">in flight<th class="number">routed<th class="number">policies<th>
-{% for r in replicas %}<tr><td>{{ r.id }}<br><code class="soft">{{ r.job or r.url }}</code>
-<td><span class="state {{ r.state }}">{{ r.state }}</span><td class="number">{{ r.inflight }}
-<td class="number">{{ r.routed }}<td class="number">{{ r.policies|length }}<td class="soft">{{ r.reason }}{% endfor %}
-</table>
-<h2>Live policies</h2>
-<p>{% for name in policies %}<code>{{ name }}</code> {% else %}<span class="soft">none</span>{% endfor %}
-{% for name in retiring %}<code class="soft">{{ name }} (retiring)</code> {% endfor %}</p>
-<h2>Routing</h2>
-{% set total = router.affinity + router.spilled + router.unmatched %}
-<div class="bar">{% for kind in ("affinity", "spilled", "unmatched") if total %}
-<span class="{{ kind }}" style="width: {{ 100 * router[kind] / total }}%"></span>{% endfor %}</div>
-<p>{% for kind in ("affinity", "spilled", "unmatched") %}<span class="key {{ kind }}"></span> {{ kind }}
-{{ router[kind] }} &nbsp; {% endfor %}<span class="soft">{{ router.tracked_blocks }} blocks tracked</span></p>
-<h2>Events</h2>
-<table>{% for event in events|reverse %}<tr><td class="soft">{{ (now - event.time)|int }}&nbsp;s&nbsp;ago
-<td>{{ event.text }}{% else %}<tr><td class="soft">none{% endfor %}</table>
-</body></html>"""
 
 
 # The server

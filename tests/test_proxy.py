@@ -23,6 +23,7 @@ import pytest
 import requests
 
 import proxy
+import vllm_api
 from config import Config
 
 HERE = Path(__file__).parent
@@ -59,14 +60,14 @@ def test_block_hashes_are_chained_and_seeded_with_the_policy():
 def test_prompts_without_token_ids_have_no_blocks():
     """E19: text, a batch, ids that are no ids: no affinity and no crash."""
     for prompt in ("text", ["a", "b"], [[1] * 32, [2] * 32], [], None):
-        known = proxy.read_completion(json.dumps({"model": "m", "prompt": prompt}).encode())
+        known = vllm_api.read_completion(json.dumps({"model": "m", "prompt": prompt}).encode())
         assert known["ids"] is None
     assert proxy.block_hashes("m", [-1] * 32, 16) == proxy.block_hashes("m", [1, "x"] * 16, 16) == []
 
 
 def test_completions_are_counted_not_requests():
     def num(**body):
-        return proxy.read_completion(json.dumps({"model": "m"} | body).encode())["num"]
+        return vllm_api.read_completion(json.dumps({"model": "m"} | body).encode())["num"]
 
     assert num(prompt=[1, 2], n=8) == 8
     assert num(prompt=[1, 2]) == num(prompt="text", n=None) == num(prompt=[1], n=0) == 1
@@ -192,7 +193,7 @@ WORKER = "Call to add_lora method failed: Worker failed with error '{}', please 
     ],
 )
 def test_answers_to_a_load_are_told_apart_by_what_they_say(status, text, verdict):
-    assert proxy.load_verdict(status, text) == verdict
+    assert vllm_api.load_verdict(status, text) == verdict
 
 
 @pytest.mark.parametrize(
@@ -210,19 +211,19 @@ def test_answers_to_a_load_are_told_apart_by_what_they_say(status, text, verdict
     ],
 )
 def test_answers_to_a_request_are_told_apart(status, text, verdict):
-    assert proxy.answer_verdict(status, text) == verdict
+    assert vllm_api.answer_verdict(status, text) == verdict
 
 
 @pytest.mark.parametrize("form", [WORKER + " for the root cause", "Call to add_lora method failed: {}"])
 def test_messages_name_the_cause_and_the_cure(form):
     message = form.format("LoRA rank 32 is greater than max_lora_rank 16.")
-    said = proxy.said(json.dumps({"error": {"message": message}}).encode())
+    said = vllm_api.said(json.dumps({"error": {"message": message}}).encode())
     assert said == "LoRA rank 32 is greater than max_lora_rank 16."
-    assert proxy.with_cure(said).endswith("max_lora_rank 16; start the replicas with --lora-rank 32")
-    assert proxy.said(b'{"detail":"Not Found"}') == "Not Found"
-    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in proxy.with_cure("Not Found")
-    assert "VLLM_ALLOW" not in proxy.with_cure("Loading lora x failed: No adapter found for <path>")  # A24
-    assert proxy.said(b"<html>Bad\n Gateway</html>") == "<html>Bad Gateway</html>"
+    assert vllm_api.with_cure(said).endswith("max_lora_rank 16; start the replicas with --lora-rank 32")
+    assert vllm_api.said(b'{"detail":"Not Found"}') == "Not Found"
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in vllm_api.with_cure("Not Found")
+    assert "VLLM_ALLOW" not in vllm_api.with_cure("Loading lora x failed: No adapter found for <path>")  # A24
+    assert vllm_api.said(b"<html>Bad\n Gateway</html>") == "<html>Bad Gateway</html>"
 
 
 @pytest.mark.parametrize(
@@ -247,15 +248,15 @@ def test_retry_after_is_read_as_seconds_or_date_and_bounded():
     now = 1_000_000_000.0
     date = email.utils.formatdate(now + 7, usegmt=True)
     for value, seconds in (("3", 3), (date, 7), ("-5", 0), ("99999", 60), ("soon", 1), ("nan", 60)):
-        assert proxy.retry_after_s([("retry-after", value)], now) == pytest.approx(seconds, abs=1)
-    assert proxy.retry_after_s([], now) == 1
+        assert vllm_api.retry_after_s([("retry-after", value)], now) == pytest.approx(seconds, abs=1)
+    assert vllm_api.retry_after_s([], now) == 1
 
 
 def test_hop_by_hop_headers_are_not_passed_on():
     """E08: neither the known ones nor those that Connection names."""
     headers = [("Connection", "keep-alive, X-Secret"), ("Transfer-Encoding", "chunked"), ("x-secret", "1"), ("A", "b")]
-    assert proxy.end_to_end(headers) == [("A", "b")]
-    assert proxy.end_to_end([("Host", "h"), ("A", "b")], drop=("host",)) == [("A", "b")]
+    assert vllm_api.end_to_end(headers) == [("A", "b")]
+    assert vllm_api.end_to_end([("Host", "h"), ("A", "b")], drop=("host",)) == [("A", "b")]
 
 
 @pytest.mark.parametrize(
@@ -280,9 +281,9 @@ def test_headers_are_read_as_pythons_http_client_reads_them(head):
 
 def test_paths_must_lie_inside_the_bucket():
     """A25"""
-    assert proxy.lies_in("/bucket/run/adapters/v1", "/bucket")
+    assert vllm_api.lies_in("/bucket/run/adapters/v1", "/bucket")
     for path in ("org/missing", "/other/v1", "/bucket/../etc", "/bucket", "/bucketful/v1"):
-        assert not proxy.lies_in(path, "/bucket")
+        assert not vllm_api.lies_in(path, "/bucket")
 
 
 def test_newest_attempt_and_names_without_one_survive_a_restart():
@@ -291,16 +292,16 @@ def test_newest_attempt_and_names_without_one_survive_a_restart():
 
 
 def test_canary_gap_is_the_largest_difference_and_infinite_for_nan():
-    assert proxy.widest_gap([-1.0, -2.0, -3.0], [-1.0, -2.5, -3.25]) == (0.5, 2)
-    assert proxy.widest_gap([-1.0, -2.0], [float("nan"), -2.0]) == (float("inf"), 1)
+    assert vllm_api.widest_gap([-1.0, -2.0, -3.0], [-1.0, -2.5, -3.25]) == (0.5, 2)
+    assert vllm_api.widest_gap([-1.0, -2.0], [float("nan"), -2.0]) == (float("inf"), 1)
 
 
 def test_canary_logprobs_are_those_of_the_prompt_tokens():
     rows = [None, {"7": {"logprob": -0.5}}, {"3": {"logprob": -9}, "8": {"logprob": -1.5}}]
     body = json.dumps({"choices": [{"prompt_logprobs": rows}]}).encode()
-    assert proxy.canary_logprobs(body, [5, 7, 8]) == [-0.5, -1.5]
+    assert vllm_api.canary_logprobs(body, [5, 7, 8]) == [-0.5, -1.5]
     with pytest.raises(ValueError, match="no prompt_logprobs"):
-        proxy.canary_logprobs(b'{"choices": [{}]}', [5, 7])
+        vllm_api.canary_logprobs(b'{"choices": [{}]}', [5, 7])
 
 
 @pytest.mark.parametrize(
@@ -315,8 +316,8 @@ def test_canary_logprobs_are_those_of_the_prompt_tokens():
     ],
 )
 def test_malformed_canaries_are_refused(canary):
-    with pytest.raises(proxy.ApiError, match="canary"):
-        proxy.read_canary(canary)
+    with pytest.raises(vllm_api.ApiError, match="canary"):
+        vllm_api.read_canary(canary)
 
 
 # Servers

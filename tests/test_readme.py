@@ -27,6 +27,8 @@ FILES = {
     "rollouts.py": "how are completions sampled, scored and queued while the trainer trains",
     "bucket.py": "how does an adapter get to the replicas safely: publish, lease, retire, checkpoints",
     "proxy.py": "how do N replicas look like one server: broadcast, route, survive",
+    "vllm_api.py": "what do vLLM's answers mean, and what may be asked of the proxy",
+    "proxy_page.py": "what does the proxy show of itself",
     "rewards.py": "when is an answer right",
     "report.py": "what did a run do: bottleneck, summary, curves",
     "launch.py": "how do the Jobs start, stay up, and stop billing",
