@@ -21,6 +21,7 @@ import json
 import os
 import queue
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -193,7 +194,7 @@ def check_reward(cfg: Config) -> None:
     try:
         load_rewards(cfg.reward)
     except ValueError as error:
-        fail(f"--reward {cfg.reward}: {error}")
+        fail(f"--{error}")  # it begins with "reward" and the name
 
 
 def check_tracking(cfg: Config, local: bool) -> None:
@@ -205,7 +206,9 @@ def check_tracking(cfg: Config, local: bool) -> None:
 
 
 def check_machine(cfg: Config) -> Config:
-    """Exit unless port and bucket directory of a local run can be used; --port 0 becomes a free one."""
+    """Exit unless engine, port and bucket directory of a local run can be used; --port 0 becomes a free one."""
+    if cfg.engine == "vllm" and not shutil.which("vllm"):
+        fail("--engine vllm: there is no vllm command here: pip install -r requirements-replica.txt, or --engine stub")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -664,7 +667,10 @@ def main() -> int:
         if args.logs:
             return show_logs(fleet)
         if args.stop:
-            return 1 if cancel_or_say(fleet) else 0
+            if cancel_or_say(fleet):
+                return 1
+            print(f"no Job of run {run} is running any more")
+            return 0
         return start(fleet, user, args.dry_run, args.detach)
     except LaunchError as error:
         fail(str(error))

@@ -36,7 +36,7 @@ def diagnose(rows: list[dict], cfg: Config) -> str:
     dropped = rows[-1]["sample/dropped_stale_total"] - rows[0]["sample/dropped_stale_total"]
     trained = mean_of(rows, "batch/samples") * len(rows)
     figures = f"queue {queued:.0f}/{queue_size(cfg)}, waited {wait_s:.1f} s of {step_s:.1f} s per step"
-    if stall_s > 0.05 * step_s:
+    if stall_s > max(wait_s, 0.05 * step_s):
         return f"sync-bound: {stall_s:.2f} s of {step_s:.1f} s per step go to snapshots: raise --sync-every"
     if dropped > 0.05 * trained and cfg.max_staleness:  # with 0 all that is sampled ahead is dropped
         return f"stale: {dropped:.0f} completions were too old to train on ({figures}): lower --queue-size"
@@ -85,7 +85,7 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def plot_runs(directories: list[str]) -> int:
-    """Draw the curves of one run, or of several over each other, into the first one's directory."""
+    """Draw the curves of one run, or of several over each other, into the first one's directory; or ValueError."""
     runs = {Path(d).resolve().name: read_rows(Path(d, "metrics.jsonl")) for d in directories}
     path = Path(directories[0], "curves.png")
     plot(runs, path)
@@ -127,11 +127,12 @@ def plot(runs: dict[str, list[dict]], path: Path) -> None:
 
 def last_words(directory: Path, summary: dict) -> str:
     """What is said at the end of a complete run: what was learned, and where things are."""
+    shown = directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory
     return (
         f"done: {summary['steps']} steps in {summary['wall_s']:.0f} s, mean reward {summary['reward_first']:.3f} "
         f"(first 5 steps) -> {summary['reward_last']:.3f} (last 10), ratio {summary['ratio_mean']}, "
         f"{summary['num_publishes']} publishes, {summary['dropped_stale']} stale completions dropped\n"
-        f"adapter: {directory / 'final'}\ncurves:  {directory / 'curves.png'}\nmetrics: {directory / 'metrics.jsonl'}"
+        f"adapter: {shown / 'final'}\ncurves:  {shown / 'curves.png'}\nmetrics: {shown / 'metrics.jsonl'}"
     )
 
 

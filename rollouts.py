@@ -23,7 +23,7 @@ from pathlib import Path
 import requests
 
 from bucket import Policy
-from config import Config, fresh_samples, queue_size
+from config import Config, flag, fresh_samples, queue_size
 from rewards import RewardPool
 
 
@@ -93,20 +93,14 @@ def load_rows(cfg: Config) -> list[dict]:
 
 def load_prompts(cfg: Config, tokenizer) -> tuple[list[Prompt], int]:
     """Tokenized prompts that leave room for a whole completion, and how many did not; ValueError names the flag."""
-    rows = load_rows(cfg)
-    for name in ("prompt_column", "answer_column"):
+    prompts, rows = [], load_rows(cfg)
+    for number, row in enumerate(rows, 1):
+        text, answer = (cell(row, number, name, cfg) for name in ("prompt_column", "answer_column"))
         try:
-            nested(rows[0], getattr(cfg, name))
-        except (KeyError, IndexError):
-            have = ", ".join(rows[0]) if rows else "no rows at all"
-            raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(cfg, name)}: dataset {cfg.dataset} has {have}"
-            ) from None
-    prompts = []
-    for row in rows:
-        ids = encode_prompt(tokenizer, nested(row, cfg.prompt_column))
+            ids = encode_prompt(tokenizer, text)
+        except Exception as error:  # templates raise kinds of their own
+            raise ValueError(f"--prompt-column {cfg.prompt_column}: row {number} of {cfg.dataset}: {error}") from error
         if len(ids) + cfg.max_completion_tokens <= cfg.max_model_len:
-            answer = nested(row, cfg.answer_column)
             prompts.append(Prompt(ids, {**row, "answer": None if answer is None else str(answer)}))
     if not prompts:
         raise ValueError(
@@ -116,10 +110,27 @@ def load_prompts(cfg: Config, tokenizer) -> tuple[list[Prompt], int]:
     return prompts, len(rows) - len(prompts)
 
 
+def cell(row: dict, number: int, name: str, cfg: Config):
+    """What a row (the number-th) has in the column that a field of the configuration names; or ValueError."""
+    try:
+        return nested(row, getattr(cfg, name))
+    except KeyError:
+        raise ValueError(
+            f"{flag(name)} {getattr(cfg, name)}: row {number} of dataset {cfg.dataset} has {', '.join(row)}"
+        ) from None
+
+
 def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
-    """Token ids of a text, or of chat messages through the tokenizer's template with the assistant's turn opened."""
+    """Token ids of a text, or of chat messages through the tokenizer's template with the assistant's turn opened.
+
+    Raises ValueError for anything else, and for messages if the tokenizer has no template.
+    """
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
+    if not isinstance(prompt, list):
+        raise ValueError(f"{prompt!r} is neither text nor a list of chat messages")
+    if not tokenizer.chat_template:
+        raise ValueError("chat messages need a model with a chat template: give text, or name an instruct model")
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
 
 

@@ -885,7 +885,10 @@ def main() -> int:
     parser.add_argument("--plot", nargs="+", metavar="RUN", help="draw the curves of these run directories, and stop")
     args = parser.parse_args()
     if args.plot:
-        return report.plot_runs(args.plot)
+        try:
+            return report.plot_runs(args.plot)
+        except ValueError as error:
+            fail(f"--plot: {error}")
     cfg = config_from(args)
     if not cfg.run:
         fail("--run is missing: name the run")

@@ -408,6 +408,13 @@ def test_bad_input_is_one_line_that_names_the_flag_and_starts_nothing(flags, nam
     assert not list(tmp_path.glob("runs/*/jobs/*"))
 
 
+def test_without_a_vllm_command_its_engine_is_refused_at_once(tmp_path):
+    ended = run_launch("--local", "--engine=vllm", "--port=0", f"--bucket={tmp_path}/runs", PATH=str(tmp_path))
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
+    assert ended.stderr.startswith("error: --engine vllm: there is no vllm command here: pip install")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_without_a_token_it_says_what_to_do_in_one_line(tmp_path):
     ended = run_launch("--replicas", "2", HF_HOME=str(tmp_path), HF_TOKEN="")
     assert ended.returncode == 2

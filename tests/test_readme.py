@@ -190,9 +190,7 @@ def test_commands_are_understood(words):
 
 
 def test_forks_data_reward_and_loss_train_together(tmp_path, toy_dir):
-    rows = [json.loads(line) for block in blocks("json") for line in block.splitlines()]
-    singles = [row for row in rows if isinstance(row["question"], str)] * 40  # the toy has no chat template
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in singles))
+    (tmp_path / "sums.jsonl").write_text(blocks("json")[0])
     (tmp_path / "my_rewards.py").write_text(next(block for block in blocks("python") if "def concise" in block))
     chosen = [words[2:] for words in commands() for mark in ("--answer-column", "--reward", "dr_grpo") if mark in words]
     flags = dict.fromkeys(flag for words in chosen for flag in words)
@@ -211,7 +209,7 @@ def test_forks_prompts_of_several_turns_go_through_the_chat_template(tmp_path, t
     from config import LOCAL, Config
     from rollouts import load_prompts
 
-    (tmp_path / "sums.jsonl").write_text(blocks("json")[0].splitlines()[1] + "\n")
+    (tmp_path / "sums.jsonl").write_text(blocks("json")[1])
     tokenizer = AutoTokenizer.from_pretrained(toy_dir)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }},{% endfor %}"
     cfg = Config(**LOCAL | {"dataset": str(tmp_path / "sums.jsonl"), "prompt_column": "question",

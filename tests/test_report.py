@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +71,8 @@ def test_a_waiting_trainer_with_free_slots_needs_replicas():
 
 def test_slow_snapshots_and_stale_rollouts_are_named_first():
     assert report.diagnose(rows(**{"perf/weight_sync_stall_s": 1.0}), CFG).startswith("sync-bound")
+    waits_longer = {"perf/weight_sync_stall_s": 1.0, "perf/rollout_wait_s": 4.0}
+    assert report.diagnose(rows(**waits_longer), CFG).startswith("rollout-bound")
     dropping = [row(step, **{"sample/dropped_stale_total": 40 * step}) for step in range(1, 11)]
     assert report.diagnose(dropping, CFG).startswith("stale: 360 completions")
 
@@ -105,3 +110,10 @@ def test_curves_of_one_run_or_of_several_are_drawn(tmp_path):
 def test_a_directory_without_metrics_is_named(tmp_path):
     with pytest.raises(ValueError, match="give the directory of a run"):
         report.plot_runs([str(tmp_path)])
+
+
+def test_a_run_that_is_not_there_is_one_line_of_the_command():
+    command = [sys.executable, str(Path(report.__file__).with_name("trainer.py")), "--plot", "no/such/run"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert ended.stderr.startswith("error: --plot: no/such/run/metrics.jsonl does not exist")

@@ -39,6 +39,8 @@ def choice(ids=(5, 6), finish="stop", logprobs=(-0.5, -0.25), text="x") -> dict:
 class LetterTokenizer:
     """One token per character; a chat template that marks the turns."""
 
+    chat_template = "<turn>"
+
     def __call__(self, text):
         return {"input_ids": [ord(c) for c in text]}
 
@@ -83,6 +85,33 @@ def test_parquet_files_are_read_too(tmp_path):
 def test_a_missing_column_is_named_with_those_there_are(tmp_path):
     with pytest.raises(ValueError, match=r"--answer-column solution: .* has prompt, answer"):
         load(tmp_path, [{"prompt": "a", "answer": "1"}], answer_column="solution")
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (None, "None is neither text nor"),
+        ([{"role": "user"}], "'content'"),
+        ([{"role": "user", "content": "hi"}], "need a model with a chat template"),
+    ],
+)
+def test_a_prompt_that_cannot_be_encoded_is_named_with_its_row(tmp_path, monkeypatch, second, words):
+    if "template" in words:
+        monkeypatch.setattr(LetterTokenizer, "chat_template", None)
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": second, "answer": "2"}]
+    with pytest.raises(ValueError, match=rf"--prompt-column prompt: row 2 of .*{words}"):
+        load(tmp_path, rows)
+
+
+def test_a_row_without_the_nested_answer_is_named(tmp_path):
+    rows = [{"prompt": "a", "meta": {"gold": "1"}}, {"prompt": "b", "meta": None}]
+    with pytest.raises(ValueError, match=r"--answer-column meta.gold: row 2 of dataset .* has prompt, meta"):
+        load(tmp_path, rows, answer_column="meta.gold")
+
+
+def test_a_dataset_without_rows_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"--dataset .*data.jsonl"):
+        load(tmp_path, [])
 
 
 def test_a_dataset_that_cannot_be_read_is_named(tmp_path):
