@@ -95,7 +95,7 @@ class Adapter:
 
 
 @dataclass(eq=False)
-class Job:
+class Group:
     """One prompt of a completion request, with its completions."""
 
     prompt: list[int]
@@ -107,7 +107,7 @@ class Job:
     stop: list[str]
     connection: socket.socket
     not_before: float  # monotonic time before which it does not start
-    news: queue.SimpleQueue  # gets an item when there is something new to send; shared by the request's jobs
+    news: queue.SimpleQueue  # gets an item when there is something new to send; shared by the request's groups
     adapter: Adapter | None = None  # None: the base model
     completions: list["Completion"] = field(default_factory=list)
     prompt_logprobs: list[tuple[float, int]] = field(default_factory=list)  # logprob and rank of prompt[1:]
@@ -119,9 +119,9 @@ class Job:
 
 @dataclass(eq=False)
 class Completion:
-    """What has been sampled for a job."""
+    """What has been sampled for a group."""
 
-    job: Job
+    group: Group
     generator: torch.Generator | None  # None: the engine's own
     tokens: list[int] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -190,7 +190,7 @@ def read_adapter(directory: Path, linears: dict[str, torch.nn.Linear], max_lora_
     return pairs
 
 
-def group_rows(adapters: list[Adapter | None]) -> list[tuple[dict, torch.Tensor | None]]:
+def rows_of_adapters(adapters: list[Adapter | None]) -> list[tuple[dict, torch.Tensor | None]]:
     """The pairs of each adapter with its rows (n,) in the batch; None for rows if it has all of them."""
     rows = {}
     for row, adapter in enumerate(adapters):
@@ -300,10 +300,10 @@ class Engine:
         self.adapters: dict[str, Adapter] = {}  # by name
         self.resident: OrderedDict[Adapter, None] = OrderedDict()  # not evicted, the least recently used first
         self.first_asked: dict[str, float] = {}  # adapter path: monotonic time of its first load
-        self.waiting: list[Job] = []
+        self.waiting: list[Group] = []
         self.running: list[Completion] = []
         self.cache = SlotCache()
-        self.groups = []  # adapters of the forward that is running, with their rows
+        self.adapter_rows = []  # adapters of the forward that is running, with their rows
         self.paused = ""  # "new": nothing starts; "all": nothing goes on either
         self.drained: list[Future] = []  # to be told when nothing runs any more
         self.hung_up_at = 0.0  # monotonic time of the last look at who hung up
@@ -333,9 +333,9 @@ class Engine:
         except Exception:
             traceback.print_exc()
         self.dead = True
-        for job in self.jobs():
-            job.dead = True
-            job.news.put(None)
+        for group in self.groups():
+            group.dead = True
+            group.news.put(None)
         while not self.inbox.empty():
             self.inbox.get()[0].set_exception(engine_is_dead())
         time.sleep(DEATH_S)
@@ -347,7 +347,7 @@ class Engine:
         self.drop_hung_up()
         if self.faults.stall or self.faults.crash:
             return
-        if starting := self.next_jobs():
+        if starting := self.next_groups():
             self.prefill(starting)
         if self.goes_on():
             self.decode()
@@ -366,7 +366,7 @@ class Engine:
         elif self.waiting and not self.paused and not self.faults.stall:
             wait_s = 0.002
         else:
-            wait_s = HANGUP_POLL_S if self.jobs() else None
+            wait_s = HANGUP_POLL_S if self.groups() else None
         while True:
             try:
                 future, function, args = self.inbox.get(block=wait_s != 0, timeout=wait_s)
@@ -378,52 +378,52 @@ class Engine:
             except ApiError as error:
                 future.set_exception(error)
 
-    # Jobs
+    # Groups
 
-    def jobs(self) -> list[Job]:
+    def groups(self) -> list[Group]:
         """All that are not done."""
-        return self.waiting + list(dict.fromkeys(completion.job for completion in self.running))
+        return self.waiting + list(dict.fromkeys(completion.group for completion in self.running))
 
-    def submit(self, name: str | None, jobs: list[Job]) -> None:
-        """Let `jobs` wait for their turn with the adapter of that name; without a name, or with the model's: none."""
+    def submit(self, name: str | None, groups: list[Group]) -> None:
+        """Let `groups` wait for their turn with the adapter of that name; without a name, or with the model's: none."""
         adapter = self.adapters.get(name)
         if adapter is None and name and name != self.args.served_model_name:
             raise ApiError(404, f"The model `{name}` does not exist.", "NotFoundError", "model")
-        for job in jobs:
-            job.adapter = adapter
-        self.waiting += jobs
+        for group in groups:
+            group.adapter = adapter
+        self.waiting += groups
 
     def drop_hung_up(self) -> None:
-        """Abort the jobs whose client is gone."""
+        """Abort the groups whose client is gone."""
         if time.monotonic() - self.hung_up_at < HANGUP_POLL_S:
             return
-        gone = hung_up({job.connection for job in self.jobs()})
-        self.abort([job for job in self.jobs() if job.connection in gone])
+        gone = hung_up({group.connection for group in self.groups()})
+        self.abort([group for group in self.groups() if group.connection in gone])
         self.hung_up_at = time.monotonic()
 
-    def abort(self, jobs: list[Job]) -> None:
-        """End the completions of `jobs` where they are."""
-        for completion in (c for job in jobs for c in job.completions if c.finish_reason is None):
+    def abort(self, groups: list[Group]) -> None:
+        """End the completions of `groups` where they are."""
+        for completion in (c for group in groups for c in group.completions if c.finish_reason is None):
             completion.finish_reason = "abort"
-        self.waiting = [job for job in self.waiting if job not in jobs]
+        self.waiting = [group for group in self.waiting if group not in groups]
         self.leave()
-        for job in jobs:
-            job.news.put(None)
+        for group in groups:
+            group.news.put(None)
 
-    def next_jobs(self) -> list[Job]:
-        """The waiting jobs that start now: as many as batch, adapter slots and one prefill hold."""
+    def next_groups(self) -> list[Group]:
+        """The waiting groups that start now: as many as batch, adapter slots and one prefill hold."""
         starting, num_rows, longest = [], len(self.running), 0
-        adapters = {completion.job.adapter for completion in self.running} - {None}
-        for job in () if self.paused else self.waiting:
-            longest = max(longest, len(job.prompt))
-            is_full = num_rows > 0 and num_rows + len(job.completions) > MAX_RUNNING
+        adapters = {completion.group.adapter for completion in self.running} - {None}
+        for group in () if self.paused else self.waiting:
+            longest = max(longest, len(group.prompt))
+            is_full = num_rows > 0 and num_rows + len(group.completions) > MAX_RUNNING
             if is_full or (starting and longest * (len(starting) + 1) > PREFILL_TOKENS):
                 break
-            has_slot = len(adapters | {job.adapter} - {None}) <= self.args.max_loras
-            if has_slot and time.monotonic() >= job.not_before:
-                starting.append(job)
-                num_rows += len(job.completions)
-                adapters |= {job.adapter} - {None}
+            has_slot = len(adapters | {group.adapter} - {None}) <= self.args.max_loras
+            if has_slot and time.monotonic() >= group.not_before:
+                starting.append(group)
+                num_rows += len(group.completions)
+                adapters |= {group.adapter} - {None}
         return starting
 
     # Sampling
@@ -432,7 +432,7 @@ class Engine:
         """Logits (rows, kept, vocabulary) of ids and positions (rows, length); each row has its adapter."""
         for adapter in set(adapters) - {None}:
             self.touch(adapter)
-        self.groups = group_rows(adapters)
+        self.adapter_rows = rows_of_adapters(adapters)
         lowest = torch.finfo(self.model.dtype).min
         mask = torch.zeros(mask.shape, dtype=self.model.dtype).masked_fill_(~mask, lowest)
         return self.model(
@@ -441,7 +441,7 @@ class Engine:
 
     def add_lora(self, name, linear, inputs, output):
         """Forward hook of every linear layer: adds what the adapters of the running forward add."""
-        for pairs, rows in self.groups:
+        for pairs, rows in self.adapter_rows:
             if name not in pairs:
                 continue
             a, b = pairs[name]
@@ -451,45 +451,45 @@ class Engine:
                 output.index_add_(0, rows, F.linear(F.linear(inputs[0][rows], a), b))
         return output
 
-    def prefill(self, jobs: list[Job]) -> None:
+    def prefill(self, groups: list[Group]) -> None:
         """Compute each prompt once; all its completions join the batch and get their first token."""
-        ends = [len(job.prompt) - 1 for job in jobs]
+        ends = [len(group.prompt) - 1 for group in groups]
         length = max(ends) + 1
-        ids = torch.tensor([job.prompt + [0] * (length - len(job.prompt)) for job in jobs])
-        positions = torch.arange(length).expand(len(jobs), length)
+        ids = torch.tensor([group.prompt + [0] * (length - len(group.prompt)) for group in groups])
+        positions = torch.arange(length).expand(len(groups), length)
         mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
-        needs_all = any(wants_prompt_logprobs(job) for job in jobs)
+        needs_all = any(wants_prompt_logprobs(group) for group in groups)
         kept = list(range(length)) if needs_all else sorted(set(ends))  # positions with logits
         prompts = PromptCache()
-        logits = self.forward(ids, positions, mask, [job.adapter for job in jobs], prompts, torch.tensor(kept))
-        for job, row in zip(jobs, logits, strict=True):
-            if wants_prompt_logprobs(job):
-                job.prompt_logprobs = score_prompt(job.prompt, row[: len(job.prompt)].float())
-        sources = [i for i, job in enumerate(jobs) for _ in job.completions]
+        logits = self.forward(ids, positions, mask, [group.adapter for group in groups], prompts, torch.tensor(kept))
+        for group, row in zip(groups, logits, strict=True):
+            if wants_prompt_logprobs(group):
+                group.prompt_logprobs = score_prompt(group.prompt, row[: len(group.prompt)].float())
+        sources = [i for i, group in enumerate(groups) for _ in group.completions]
         self.cache.append(prompts, sources)
-        joining = [completion for job in jobs for completion in job.completions]
-        self.waiting = [job for job in self.waiting if job not in jobs]
+        joining = [completion for group in groups for completion in group.completions]
+        self.waiting = [group for group in self.waiting if group not in groups]
         self.running += joining
         self.sample(joining, torch.stack([logits[i, kept.index(ends[i])] for i in sources]))
 
     def decode(self) -> None:
         """One token for every running completion."""
         ids = torch.tensor([[completion.tokens[-1]] for completion in self.running])
-        positions = torch.tensor([len(c.job.prompt) + len(c.tokens) - 1 for c in self.running])
+        positions = torch.tensor([len(c.group.prompt) + len(c.tokens) - 1 for c in self.running])
         self.cache.positions, self.cache.length = positions, int(positions.max()) + 1
         self.cache.reserve(len(self.running), self.cache.length)
         mask = (torch.arange(self.cache.length) <= positions[:, None])[:, None, None]
-        adapters = [completion.job.adapter for completion in self.running]
+        adapters = [completion.group.adapter for completion in self.running]
         logits = self.forward(ids, positions[:, None], mask, adapters, self.cache, 1)
         self.sample(list(self.running), logits[:, -1])
 
     def sample(self, completions: list[Completion], logits: torch.Tensor) -> None:
         """Draw a token for each completion from its logits (rows, vocabulary); those that are done leave."""
-        temperatures = torch.tensor([completion.job.temperature or 1.0 for completion in completions])
+        temperatures = torch.tensor([completion.group.temperature or 1.0 for completion in completions])
         logprobs = (logits.float() / temperatures[:, None]).log_softmax(-1)
         noise = torch.empty_like(logprobs).exponential_()  # argmax(p / noise) is a draw from p
         for row, completion in enumerate(completions):
-            if completion.job.temperature == 0:
+            if completion.group.temperature == 0:
                 noise[row] = 1.0
             elif completion.generator:
                 noise[row].exponential_(generator=completion.generator)
@@ -497,27 +497,27 @@ class Engine:
         chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
         for row, (completion, token) in enumerate(zip(completions, tokens.tolist(), strict=True)):
             completion.tokens.append(token)
-            if completion.job.num_top_logprobs:
-                top = logprobs[row].topk(min(completion.job.num_top_logprobs, logprobs.shape[1]))
+            if completion.group.num_top_logprobs:
+                top = logprobs[row].topk(min(completion.group.num_top_logprobs, logprobs.shape[1]))
                 completion.top_logprobs.append(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
             completion.logprobs.append(chosen[row])
             self.finish_if_done(completion)
         self.leave()
-        for job in dict.fromkeys(completion.job for completion in completions):
-            if job.body.get("stream") or job.is_done():
-                job.news.put(None)
+        for group in dict.fromkeys(completion.group for completion in completions):
+            if group.body.get("stream") or group.is_done():
+                group.news.put(None)
 
     def finish_if_done(self, completion: Completion) -> None:
         """Set the finish reason of a completion that its last token ends."""
-        job, token = completion.job, completion.tokens[-1]
-        if token == job.eos:
+        group, token = completion.group, completion.tokens[-1]
+        if token == group.eos:
             completion.finish_reason = "stop"
-        elif token in (job.body.get("stop_token_ids") or ()):
+        elif token in (group.body.get("stop_token_ids") or ()):
             completion.finish_reason, completion.stop_reason = "stop", token
-        elif len(completion.tokens) >= job.max_tokens:
+        elif len(completion.tokens) >= group.max_tokens:
             completion.finish_reason = "length"
-        text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True) if job.stop else ""
-        if found := [stop for stop in job.stop if stop in text]:
+        text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True) if group.stop else ""
+        if found := [stop for stop in group.stop if stop in text]:
             completion.finish_reason = "stop"
             completion.stop_reason = min(found, key=lambda stop: text.index(stop) + len(stop))
 
@@ -579,7 +579,7 @@ class Engine:
         """Stop sampling. "abort" ends what runs, "keep" freezes it, "wait" lets it end: then the future is done."""
         done = Future()
         if mode == "abort":
-            self.abort(self.jobs())
+            self.abort(self.groups())
         self.paused = "all" if mode == "keep" else "new"
         if mode == "wait":
             self.drained.append(done)
@@ -606,8 +606,8 @@ NEUTRAL = {
 }  # fmt: skip
 
 
-def wants_prompt_logprobs(job: Job) -> bool:
-    return job.body.get("prompt_logprobs") is not None
+def wants_prompt_logprobs(group: Group) -> bool:
+    return group.body.get("prompt_logprobs") is not None
 
 
 def number(body: dict, name: str, default: float | None, kind: type = int):
@@ -654,8 +654,8 @@ def check_length(prompt: list[int], max_tokens: int, max_model_len: int) -> None
         raise ApiError(400, message, param="input_tokens")
 
 
-def jobs_of(request: Request, engine: Engine) -> list[Job]:
-    """The jobs that a completion request asks for, one per prompt; ApiError if it cannot be served."""
+def groups_of(request: Request, engine: Engine) -> list[Group]:
+    """The groups that a completion request asks for, one per prompt; ApiError if it cannot be served."""
     body = request.body
     for name, neutral in NEUTRAL.items():
         if body.get(name) is not None and body[name] not in neutral:
@@ -672,19 +672,19 @@ def jobs_of(request: Request, engine: Engine) -> list[Job]:
     if num_top > 20:
         message = f"Requested sample logprobs of {num_top}, which is greater than max allowed: 20"
         raise ApiError(400, message, param="logprobs")
-    stop, news, jobs = body.get("stop") or [], queue.SimpleQueue(), []
+    stop, news, groups = body.get("stop") or [], queue.SimpleQueue(), []
     for prompt in prompts:
         check_length(prompt, max_tokens, engine.args.max_model_len)
-        job = Job(
+        group = Group(
             prompt=prompt, body=body, max_tokens=max_tokens, temperature=temperature, num_top_logprobs=num_top,
             eos=None if body.get("ignore_eos") else engine.tokenizer.eos_token_id,
             stop=[stop] if isinstance(stop, str) else stop, connection=request.connection,
             not_before=time.monotonic() + engine.faults.slow_s, news=news,
         )  # fmt: skip
         seeds = [None if seed is None else torch.Generator().manual_seed(seed + index) for index in range(n)]
-        job.completions = [Completion(job, generator) for generator in seeds]
-        jobs.append(job)
-    return jobs
+        group.completions = [Completion(group, generator) for generator in seeds]
+        groups.append(group)
+    return groups
 
 
 def text_of(completion: Completion, tokenizer, num_tokens: int | None = None) -> str:
@@ -695,7 +695,7 @@ def text_of(completion: Completion, tokenizer, num_tokens: int | None = None) ->
     if is_end:
         return text[: text.index(stop)] if isinstance(stop, str) else text
     text = text.rstrip("\ufffd")  # the first bytes of a character
-    return text[: len(text) - max(map(len, completion.job.stop), default=1) + 1]
+    return text[: len(text) - max(map(len, completion.group.stop), default=1) + 1]
 
 
 def logprobs_of(completion: Completion, tokenizer, begin: int, end: int | None) -> dict:
@@ -717,7 +717,7 @@ def logprobs_of(completion: Completion, tokenizer, begin: int, end: int | None) 
 
 def choice_of(completion: Completion, index: int, tokenizer, begin: int = 0, end: int | None = None) -> dict:
     """What an answer, or a chunk of one, says about the completion's tokens from `begin` to `end`."""
-    body, is_end = completion.job.body, end is None
+    body, is_end = completion.group.body, end is None
     before = len(text_of(completion, tokenizer, begin)) if begin else 0
     return {
         "index": index,
@@ -726,31 +726,31 @@ def choice_of(completion: Completion, index: int, tokenizer, begin: int = 0, end
         "finish_reason": completion.finish_reason if is_end else None,
         "stop_reason": completion.stop_reason if is_end else None,
         "token_ids": completion.tokens[begin:end] if body.get("return_token_ids") else None,
-        "prompt_token_ids": completion.job.prompt if body.get("return_token_ids") and begin == 0 else None,
+        "prompt_token_ids": completion.group.prompt if body.get("return_token_ids") and begin == 0 else None,
     }
 
 
-def prompt_logprobs_of(job: Job, tokenizer) -> list | None:
+def prompt_logprobs_of(group: Group, tokenizer) -> list | None:
     """One entry per prompt token, the first is None: `{"9": {"logprob": -1.2, "rank": 3, "decoded_token": "7"}}`."""
-    if not wants_prompt_logprobs(job):
+    if not wants_prompt_logprobs(group):
         return None
     entries = [None]
-    for token, (logprob, rank) in zip(job.prompt[1:], job.prompt_logprobs, strict=False):  # none if it was aborted
+    for token, (logprob, rank) in zip(group.prompt[1:], group.prompt_logprobs, strict=False):  # none if it was aborted
         entries.append({str(token): {"logprob": logprob, "rank": rank, "decoded_token": tokenizer.decode([token])}})
     return entries
 
 
-def usage_of(jobs: list[Job]) -> dict:
+def usage_of(groups: list[Group]) -> dict:
     """How many tokens went in and came out."""
-    num_prompt = sum(len(job.prompt) for job in jobs)
-    num_sampled = sum(len(completion.tokens) for job in jobs for completion in job.completions)
+    num_prompt = sum(len(group.prompt) for group in groups)
+    num_sampled = sum(len(completion.tokens) for group in groups for completion in group.completions)
     return {"prompt_tokens": num_prompt, "total_tokens": num_prompt + num_sampled, "completion_tokens": num_sampled}
 
 
 def complete(engine: Engine, request: Request) -> dict | Iterator[str]:
     """The answer to a completion request, or its chunks if it is to be streamed."""
-    jobs = jobs_of(request, engine)
-    engine.call(engine.submit, request.body.get("model"), jobs)
+    groups = groups_of(request, engine)
+    engine.call(engine.submit, request.body.get("model"), groups)
     head = {
         "id": f"cmpl-{uuid.uuid4().hex[:16]}",
         "object": "text_completion",
@@ -758,26 +758,26 @@ def complete(engine: Engine, request: Request) -> dict | Iterator[str]:
         "model": request.body.get("model") or engine.args.served_model_name,
     }
     if request.body.get("stream"):
-        return stream(jobs, head, engine.tokenizer)
-    while not all(job.is_done() for job in jobs):
-        jobs[0].news.get()
-    if any(job.dead for job in jobs):
+        return stream(groups, head, engine.tokenizer)
+    while not all(group.is_done() for group in groups):
+        groups[0].news.get()
+    if any(group.dead for group in groups):
         raise engine_is_dead()
     choices = []
-    for completion in (completion for job in jobs for completion in job.completions):
+    for completion in (completion for group in groups for completion in group.completions):
         choice = choice_of(completion, len(choices), engine.tokenizer)
-        choices.append(choice | {"prompt_logprobs": prompt_logprobs_of(completion.job, engine.tokenizer)})
-    return {**head, "choices": choices, "usage": usage_of(jobs)}
+        choices.append(choice | {"prompt_logprobs": prompt_logprobs_of(completion.group, engine.tokenizer)})
+    return {**head, "choices": choices, "usage": usage_of(groups)}
 
 
-def stream(jobs: list[Job], head: dict, tokenizer) -> Iterator[str]:
+def stream(groups: list[Group], head: dict, tokenizer) -> Iterator[str]:
     """The chunks of a streamed answer, as server-sent events."""
-    completions = [completion for job in jobs for completion in job.completions]
+    completions = [completion for group in groups for completion in group.completions]
     num_sent = [0] * len(completions)
     unfinished = list(enumerate(completions))
     while unfinished:
-        jobs[0].news.get()
-        if any(job.dead for job in jobs):
+        groups[0].news.get()
+        if any(group.dead for group in groups):
             yield f"data: {json.dumps(engine_is_dead().body)}\n\n"
             break
         for index, completion in list(unfinished):
@@ -789,8 +789,8 @@ def stream(jobs: list[Job], head: dict, tokenizer) -> Iterator[str]:
             num_sent[index] = end
             if is_end:
                 unfinished.remove((index, completion))
-    if (jobs[0].body.get("stream_options") or {}).get("include_usage"):
-        yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage_of(jobs)})}\n\n"
+    if (groups[0].body.get("stream_options") or {}).get("include_usage"):
+        yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage_of(groups)})}\n\n"
     yield "data: [DONE]\n\n"
 
 
@@ -817,7 +817,7 @@ def models(engine: Engine, request: Request) -> dict:
 def metrics(engine: Engine, request: Request) -> str:
     """Prometheus text with the two numbers that a router asks for."""
     label = f'{{engine="0",model_name="{engine.args.served_model_name}"}}'
-    waiting = sum(len(job.completions) for job in list(engine.waiting))
+    waiting = sum(len(group.completions) for group in list(engine.waiting))
     return (
         f"# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{label} {float(len(engine.running))}\n"
         f"# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{label} {float(waiting)}\n"
@@ -895,7 +895,7 @@ def faults(engine: Engine, request: Request) -> dict:
 
 
 def make_routes() -> dict:
-    """Method and path: the function that answers. As in vLLM, two groups of them need an environment variable."""
+    """Method and path: the function that answers. As in vLLM, two kinds of them need an environment variable."""
     routes = {
         "GET /health": health, "GET /ping": health, "POST /ping": health, "GET /metrics": metrics,
         "GET /v1/models": models, "POST /v1/completions": complete, "POST /tokenize": tokenize,

@@ -891,12 +891,12 @@ def test_other_model_families_are_sampled_with_their_own_logprobs(family, more, 
     with connection, client, torch.inference_mode():
         for prompt in (PROMPT, [5], [4, 4, 4]):
             body = {"prompt": prompt, "n": 3, "max_tokens": 12, "ignore_eos": True}
-            engine.submit(None, stub_vllm.jobs_of(stub_vllm.Request(body, {}, connection), engine))
-        jobs = engine.jobs()
-        while engine.jobs():
+            engine.submit(None, stub_vllm.groups_of(stub_vllm.Request(body, {}, connection), engine))
+        groups = engine.groups()
+        while engine.groups():
             engine.turn()
-        for completion in (completion for job in jobs for completion in job.completions):
-            tokens = torch.tensor([completion.job.prompt + completion.tokens])
+        for completion in (completion for group in groups for completion in group.completions):
+            tokens = torch.tensor([completion.group.prompt + completion.tokens])
             expected = model(input_ids=tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
             assert len(completion.tokens) == 12
             assert completion.logprobs == pytest.approx(expected[-12:].tolist(), abs=SAMPLED)
