@@ -346,19 +346,19 @@ def adapter_files(tensors: dict[str, np.ndarray], adapter_config: dict) -> dict[
 
 
 class Worker:
-    """A thread that runs the newest job it was handed; one that still waits is replaced, so jobs never pile up."""
+    """A thread that runs the newest task it was handed; one that still waits is replaced, so tasks never pile up."""
 
     def __init__(self, name: str):
         self.name = name
         self.condition = threading.Condition()
         self.waiting: Callable | None = None
         self.busy = False
-        self.error: BaseException | None = None  # of the last job that raised; the owner looks
+        self.error: BaseException | None = None  # of the last task that raised; the owner looks
 
-    def submit(self, job: Callable) -> None:
-        """Hand over a job; returns at once. What it raises is kept in `error`."""
+    def submit(self, task: Callable) -> None:
+        """Hand over a task; returns at once. What it raises is kept in `error`."""
         with self.condition:
-            self.waiting = job
+            self.waiting = task
             if not self.busy:
                 self.busy = True
                 threading.Thread(target=self._run, name=self.name, daemon=True).start()
@@ -371,13 +371,13 @@ class Worker:
     def _run(self) -> None:
         while True:
             with self.condition:
-                job, self.waiting = self.waiting, None
-                if job is None:
+                task, self.waiting = self.waiting, None
+                if task is None:
                     self.busy = False
                     self.condition.notify_all()
                     return
             try:
-                job()
+                task()
             except Exception as error:
                 self.error = error
 

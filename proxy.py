@@ -390,8 +390,8 @@ class Fleet:
 
 def gather(function: Callable, replicas: Iterable[Replica]) -> list:
     """What `function` returns for each replica, asked at the same time."""
-    jobs = [gevent.spawn(function, replica) for replica in replicas]
-    return [job.get() for job in jobs]
+    calls = [gevent.spawn(function, replica) for replica in replicas]
+    return [call.get() for call in calls]
 
 
 def wait_until(fleet: Fleet, true: Callable, timeout_s: float, gone: Callable = lambda: False) -> object:
@@ -670,11 +670,11 @@ def clear_caches(fleet: Fleet, policy: Policy, replicas: list[Replica]) -> ApiEr
 def load_everywhere(fleet: Fleet, policy: Policy, replicas: list[Replica]) -> ApiError | None:
     """Load on all replicas at once; the first failure ends it, and is returned."""
     deadline = time.monotonic() + fleet.cfg.load_deadline_s
-    jobs = [gevent.spawn(load_on, fleet, replica, policy, deadline) for replica in replicas]
+    calls = [gevent.spawn(load_on, fleet, replica, policy, deadline) for replica in replicas]
     try:
-        return next((failure for job in gevent.iwait(jobs) if (failure := job.get())), None)
+        return next((failure for call in gevent.iwait(calls) if (failure := call.get())), None)
     finally:
-        gevent.killall(jobs)
+        gevent.killall(calls)
 
 
 def load_on(fleet: Fleet, replica: Replica, policy: Policy, deadline: float) -> ApiError | None:

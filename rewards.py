@@ -565,7 +565,7 @@ class RewardPool:
         self.timeout_s, self.memory_mb = timeout_s, memory_mb
         self.timeouts = 0
         self.lanes, self.max_lanes = 0, workers * (1 + MAX_SLOW)
-        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self.tasks: queue.SimpleQueue = queue.SimpleQueue()
         self.closed = False
         self.lock = threading.Lock()  # of the counters
         self.control_lock = threading.Lock()  # of the line to the host
@@ -579,15 +579,15 @@ class RewardPool:
         with self.lock:
             if self.closed:
                 raise RewardError("the reward pool is closed")
-            for job in zip(futures, completions, rows, strict=True):
-                self.jobs.put(job)
-        return [future.result() for future in futures]  # comes: a lane gives every job a result within the timeout
+            for task in zip(futures, completions, rows, strict=True):
+                self.tasks.put(task)
+        return [future.result() for future in futures]  # comes: a lane gives every task a result within the timeout
 
     def close(self) -> None:
         """End all processes; what is still being scored fails."""
         with self.lock:
             self.closed = True
-        self.jobs.put(None)
+        self.tasks.put(None)
         with self.control_lock:
             self.control.close()
             stop(self.host)
@@ -602,10 +602,10 @@ class RewardPool:
         return True
 
     def lane(self) -> None:
-        """Score jobs in a worker of its own until the pool is closed, or a job was so slow that a lane was added."""
+        """Score tasks in a worker of its own until the pool is closed, or a task was so slow that a lane was added."""
         worker, relieved = None, False
-        while not relieved and (job := self.jobs.get()) is not None:
-            future, completion, columns = job
+        while not relieved and (task := self.tasks.get()) is not None:
+            future, completion, columns = task
             try:
                 if worker and worker.connection.poll(0):  # it says something unasked: it died
                     worker = self.end(worker)
@@ -617,7 +617,7 @@ class RewardPool:
             except Exception as error:  # the caller of score() raises it
                 future.set_exception(error)
         if not relieved:
-            self.jobs.put(None)  # for the next lane
+            self.tasks.put(None)  # for the next lane
         if worker:
             self.end(worker)
         with self.lock:
