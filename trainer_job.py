@@ -36,6 +36,8 @@ def run(cfg: Config) -> int:
         deadline = time.monotonic() + 60 * cfg.ready_wait_min
         while trainer is None or trainer.poll() is None:
             if proxy.poll() is not None:
+                if proxy.returncode == 2 and trainer is None:  # bad input, as it has just said: no restart mends that
+                    return 2
                 print(f"the proxy ended with code {proxy.returncode}: starting it again", flush=True)
                 proxy = start_proxy(cfg, replicas)
             stats = get_json(f"http://{cfg.host}:{cfg.port}/proxy/stats")

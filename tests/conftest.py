@@ -1,6 +1,8 @@
 """What several test files need: a free port, the toy model, and threads that leave the other processes room."""
 
+import contextlib
 import os
+import random
 import signal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: the tests run many processes
@@ -32,18 +34,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on, nor will before it is used: none of those that the system gives to connections."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
-def wait_for(condition, timeout_s: float = 60):
-    """What `condition()` returns once that is true; fails after timeout_s."""
+def wait_for(condition, timeout_s: float = 60, tell=lambda: ""):
+    """What `condition()` returns once that is true; fails after timeout_s with what `tell()` says."""
     until = time.monotonic() + timeout_s
     while not (value := condition()) and time.monotonic() < until:
         time.sleep(0.02)
-    assert value, f"not within {timeout_s:g} s"
+    assert value, f"not within {timeout_s:g} s: {tell()}"
     return value
 
 

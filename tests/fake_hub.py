@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import psutil
+from conftest import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = {
@@ -72,12 +72,6 @@ _socket.getaddrinfo = getaddrinfo
 
 def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Job:

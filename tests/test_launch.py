@@ -408,6 +408,18 @@ def test_bad_input_is_one_line_that_names_the_flag_and_starts_nothing(flags, nam
     assert not list(tmp_path.glob("runs/*/jobs/*"))
 
 
+def test_a_trainer_job_whose_proxy_cannot_listen_ends_with_its_error(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, str(ROOT / "trainer_job.py"), "--run=r", f"--bucket={tmp_path}", f"--port={port}"]
+        env = {**os.environ, "REPLICAS": "[]", "ATTEMPT": "1"}
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert f"--port {port}: Address already in use" in ended.stderr
+
+
 def test_without_a_vllm_command_its_engine_is_refused_at_once(tmp_path):
     ended = run_launch("--local", "--engine=vllm", "--port=0", f"--bucket={tmp_path}/runs", PATH=str(tmp_path))
     assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)

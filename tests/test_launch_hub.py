@@ -115,7 +115,8 @@ class Hub:
 
 
 def wait_for_training(hub: Hub) -> None:
-    wait_for(lambda: any("step 2/" in line for job in hub.jobs("trainer") for line in job["log"]))
+    trains = lambda: any("step 2/" in line for job in hub.jobs("trainer") for line in job["log"])  # noqa: E731
+    wait_for(trains, tell=lambda: [(job["role"], job["status"]["stage"], job["log"][-5:]) for job in hub.jobs()])
 
 
 def errors(ended: subprocess.CompletedProcess) -> list[str]:
