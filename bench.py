@@ -2,7 +2,7 @@
 
     python bench.py rewards          # scoring: throughput, false positives, what hung and hungry answers cost
     python bench.py proxy            # the proxy: CPU, latency, capacity, and replicas killed under load
-    python bench.py routing          # cold prefills and balance over the sanity set, simulated with the proxy's router
+    python bench.py routing          # cold prefills and balance over 1,460 prompts, simulated with the proxy's router
     python bench.py scale            # what limits the system from 1 to 64 replicas, simulated
     python bench.py trainer          # the gradient step against plain transformers and PEFT (--model-shape on a GPU)
     python bench.py sync             # how long a publish holds the trainer up, on a slow bucket

@@ -1,4 +1,4 @@
-"""Cold prefills and balance over the sanity set's prompts, simulated with the proxy's own router."""
+"""Cold prefills and balance over prompts like the sanity set's, simulated with the proxy's own router."""
 
 import argparse
 import heapq

@@ -189,6 +189,15 @@ def test_commands_are_understood(words):
         assert (program, *rest[:1]) in {("trainer.py", "--plot"), ("hf", "auth")}, words
 
 
+@pytest.mark.parametrize("name", ["scale", "routing"])
+def test_figures_of_the_simulations_are_met(name, tmp_path):
+    """The benchmarks that take seconds; the others measure, and want the machine for themselves."""
+    command = [sys.executable, str(ROOT / "bench.py"), name, f"--save-to={tmp_path}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json", f"{name}.png"}
+
+
 def test_forks_data_reward_and_loss_train_together(tmp_path, toy_dir):
     (tmp_path / "sums.jsonl").write_text(blocks("json")[0])
     (tmp_path / "my_rewards.py").write_text(next(block for block in blocks("python") if "def concise" in block))
