@@ -5,41 +5,47 @@
     python launch.py --dry-run                               # print the Jobs and what they cost per hour
     python launch.py --replicas 2 --detach                   # leave as soon as the trainer Job runs
     python launch.py --status RUN | --logs RUN | --stop RUN  # from any terminal, any day
+    python launch.py --show RUN                              # a few of its newest completions
 
-Everything that can be wrong is checked first. Then N replica Jobs start and, when all are healthy, the trainer Job,
-whose log is followed here. Whatever happens, every Job is cancelled at the end; without this machine, by the trainer
-Job (trainer_job.py) or the replicas' dead-man switch (replica.sh). The same --run again resumes the run.
-One code path: the calls go to huggingface_hub.HfApi, or to local_jobs.LocalJobs, which has the same ones.
+Everything that can be wrong is checked first (jobs/checks.py). Then N replica Jobs start and, when all are healthy, the
+trainer Job, whose log is followed here. Whatever happens, every Job is cancelled at the end; without this machine, by
+the trainer Job (jobs/trainer_job.py) or the replicas' dead-man switch (replica.sh). The same --run again resumes the
+run. One code path: the calls go to huggingface_hub.HfApi, or to jobs/local.py, which has the same ones.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
-import itertools
 import json
 import os
-import queue
 import re
-import shutil
 import signal
-import socket
-import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import requests
-from tqdm import tqdm
 
-import hub_jobs
-from config import Config, config_from, fail, flag, make_parser, max_loras, served_rank, to_flags
-from hub_jobs import API_ERRORS, BUCKET_IN_JOB, SCRIPTS_IN_JOB, one_line, patiently
-from local_jobs import SHARED_CORES, TERMINAL, LocalJobs
+from config import Config, changed_settings, config_from, fail, make_parser, max_loras, served_rank, to_flags
+from jobs import checks
+from jobs.hub import (
+    API_ERRORS,
+    BUCKET_IN_JOB,
+    CODE_IN_JOB,
+    clock,
+    one_line,
+    open_hub,
+    patiently,
+    say,
+    ship_code,
+    volumes_of,
+)
+from jobs.local import TERMINAL, LocalJobs, call_this_machine_directly, with_toy
+from jobs.log import TrainerLog, cause_in
 
 HERE = Path(__file__).resolve().parent
 REPLICA_PORT = 8000
@@ -47,7 +53,7 @@ TRACKIO = "trackio==0.43.0"  # installed in the trainer Job if --track asks for 
 
 
 class LaunchError(Exception):
-    """The run cannot start or go on; everything is cancelled."""
+    """The run cannot start or go on: args are why, in one line, and the exit code if it is not 1."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Place:
 
 
 LOCAL_PLACE = Place(True, "", str(HERE), sys.executable, 0.3, 20)
-HF_PLACE = Place(False, BUCKET_IN_JOB, SCRIPTS_IN_JOB, "python3", 5.0, 300)
+HF_PLACE = Place(False, BUCKET_IN_JOB, CODE_IN_JOB, "python3", 5.0, 300)
 
 
 # --- what is run -----------------------------------------------------------------------------------------------------
@@ -84,10 +90,8 @@ def replica_job(cfg: Config, place: Place, attempt: str, index: int, restart: in
         "HEARTBEATS": f"{place.bucket}/{cfg.run}/attempts",
         "IDLE_SHUTDOWN_MIN": f"{cfg.idle_shutdown_min:g}",
     }
-    reached = {"expose": [REPLICA_PORT]}
-    if cfg.network_group:  # an alias of its own: the name of a lost replica may still lead to where that one was
-        alias = f"replica-{index}-{restart}-{int(attempt):x}"
-        reached = {"network_group": cfg.network_group, "network_aliases": [alias]}
+    # In a network group an alias of its own: the name of a lost replica may still lead to where that one was.
+    aliases = {"network_group": cfg.network_group, "network_aliases": [f"replica-{index}-{restart}-{int(attempt):x}"]}
     return {
         "name": f"{cfg.run}-replica-{index}",
         "image": cfg.image,
@@ -97,23 +101,26 @@ def replica_job(cfg: Config, place: Place, attempt: str, index: int, restart: in
         "timeout": int((cfg.timeout_h + 0.5) * 3600),  # the platform's default is 30 minutes
         "labels": {"run": cfg.run, "role": "replica", "attempt": attempt, "replica": str(index),
                    "restart": str(restart)},
-        **reached,
+        **(aliases if cfg.network_group else {"expose": [REPLICA_PORT]}),
     }  # fmt: skip
 
 
-def trainer_job(cfg: Config, place: Place, attempt: str, replicas: list[dict]) -> dict:
-    """Arguments of run_job for the trainer. replicas: [{"id", "url", "job"}, ...]."""
+def trainer_job(cfg: Config, place: Place, attempt: str) -> dict:
+    """Arguments of run_job for the trainer."""
     flags = to_flags(dataclasses.replace(cfg, bucket=place.bucket))
-    command = [place.python, f"{place.code}/trainer_job.py", *flags]
-    if not place.local:
+    command = [place.python, f"{place.code}/jobs/trainer_job.py", *flags]
+    env = {"ATTEMPT": attempt, "PYTHONUNBUFFERED": "1", "PYTHONPATH": place.code}
+    if place.local:
+        env["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
+    else:
         install = f"{place.python} -m pip install -q -r {place.code}/requirements.txt {TRACKIO if cfg.track else ''}"
         command = ["bash", "-c", f'{install} && cd {place.code} && exec "$@"', "trainer", *command]
-    env = {"REPLICAS": json.dumps(replicas), "ATTEMPT": attempt, "PYTHONUNBUFFERED": "1"}
+        env["PIP_BREAK_SYSTEM_PACKAGES"] = "1"  # the image is the Job's own
     return {
         "name": f"{cfg.run}-trainer",
         "image": cfg.image,
         "command": command,
-        "env": env if place.local else env | {"PIP_BREAK_SYSTEM_PACKAGES": "1"},  # the image is the Job's own
+        "env": env,
         "flavor": cfg.trainer_flavor,
         "timeout": int(cfg.timeout_h * 3600),
         "labels": {"run": cfg.run, "role": "trainer", "attempt": attempt},
@@ -144,100 +151,7 @@ def cost(jobs: list[Any], dollars_per_hour: dict[str, float]) -> float:
     return sum(dollars_per_hour.get(flavor, 0.0) * seconds / 3600 for flavor, seconds in ran)
 
 
-# --- checks that cost nothing ----------------------------------------------------------------------------------------
-
-
-def first_row(path: Path) -> dict:
-    """The first row of a local .jsonl or .parquet file."""
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        return next(pyarrow.parquet.ParquetFile(path).iter_batches(1)).to_pylist()[0]
-    with open(path) as file:
-        return json.loads(file.readline())
-
-
-def check_local_data(cfg: Config) -> None:
-    """Exit unless model and dataset can be had on this machine and have what is needed."""
-    if cfg.model != "toy":
-        hub_jobs.check_context(cfg, config_of(cfg.model))
-    if not hub_jobs.is_path(cfg.dataset):
-        return
-    try:
-        row = first_row(Path(cfg.dataset))
-    except (OSError, ValueError, StopIteration) as error:
-        fail(f"--dataset {cfg.dataset}: cannot be read as JSON lines or Parquet: {error}")
-    for name in ("prompt_column", "answer_column"):
-        column = getattr(cfg, name).split(".")[0]
-        if column not in row:
-            fail(f"{flag(name)} {getattr(cfg, name)}: {cfg.dataset} has the columns {', '.join(row)}")
-
-
-def config_of(model: str) -> Path:
-    """The config.json of a model directory or a Hub name; exits if there is none."""
-    if hub_jobs.is_path(model):
-        if not Path(model, "config.json").exists():
-            fail(f"--model {model}: no config.json there; give a model directory or a Hub name")
-        return Path(model, "config.json")
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except API_ERRORS as error:
-        fail(f"--model {model}: neither a directory nor a model that the Hub gives to this machine: {one_line(error)}")
-
-
-def check_reward(cfg: Config) -> None:
-    """Exit unless every --reward function can be imported."""
-    from rewards import load_rewards
-
-    try:
-        load_rewards(cfg.reward)
-    except ValueError as error:
-        fail(f"--{error}")  # it begins with "reward" and the name
-
-
-def check_tracking(cfg: Config, local: bool) -> None:
-    """Exit unless what --track needs is there."""
-    if cfg.track and local and not importlib.util.find_spec("trackio"):
-        fail(f"--track {cfg.track}: it is not installed: pip install {TRACKIO}")
-    if cfg.track and not local and not cfg.track_space:
-        fail(f"--track {cfg.track}: what it keeps would vanish with the Job: name a Space with --track-space")
-
-
-def check_machine(cfg: Config) -> Config:
-    """Exit unless engine, port and bucket directory of a local run can be used; --port 0 becomes a free one."""
-    if cfg.engine == "vllm" and not shutil.which("vllm"):
-        fail("--engine vllm: there is no vllm command here: pip install -r requirements-replica.txt, or --engine stub")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((cfg.host, cfg.port))
-        except OSError as error:
-            fail(f"--port {cfg.port}: cannot listen on {cfg.host} ({error.strerror}); use another, or 0 for any")
-        port = probe.getsockname()[1]
-    try:
-        run_dir = Path(cfg.bucket, cfg.run)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / ".writable").write_bytes(b"")
-        (run_dir / ".writable").unlink()
-    except OSError as error:
-        fail(f"--bucket {cfg.bucket}: cannot write there ({error.strerror}); name a directory you own")
-    return dataclasses.replace(cfg, port=port, bucket=str(Path(cfg.bucket).absolute()))
-
-
-def with_toy(cfg: Config) -> Config:
-    """The configuration with `toy` replaced by the directory of the toy model, built if it is not there yet."""
-    if "toy" not in (cfg.model, cfg.dataset):
-        return cfg
-    code = "import toy; print(toy.cached_model())"  # in a process of its own: this one does not load torch
-    env = {**os.environ, **SHARED_CORES}
-    built = subprocess.run([sys.executable, "-c", code], cwd=HERE, env=env, stdout=subprocess.PIPE, text=True)
-    if built.returncode != 0:
-        raise LaunchError("the toy model could not be built: see above")
-    directory = built.stdout.strip().splitlines()[-1]
-    toy = {"model": directory, "dataset": f"{directory}/train.jsonl"}
-    return dataclasses.replace(cfg, **{name: path for name, path in toy.items() if getattr(cfg, name) == "toy"})
+# --- start, watch, replace, stop -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -253,18 +167,20 @@ class Fleet:
     attempt: str = field(default_factory=lambda: str(time.time_ns() // 1_000_000))
     replicas: dict[int, str] = field(default_factory=dict)  # index -> id of the Job that serves now
     urls: dict[int, str] = field(default_factory=dict)  # index -> how the proxy reaches it
-    trainer: str = ""
+    trainer: str = ""  # id of its Job
+    log: TrainerLog | None = None
     restarts: int = 0
     jobs: dict[str, Any] = field(default_factory=dict)  # every Job of this launch, as last seen
+    since: dict[str, float] = field(default_factory=dict)  # Job -> time.monotonic() at which its stage was new
     submitting: bool = False  # a submission was cut short: its Job may still come to be
     beat_at: float = float("-inf")  # time.monotonic() of the last heartbeat from here
 
-    def ask(self, complaint: str, call: Callable[[], Any]) -> Any:
+    def ask(self, what: str, call: Callable[[], Any]) -> Any:
         """A call to the Hub, made again while it is busy or broken; LaunchError if it stays so or refuses."""
         try:
-            return patiently(self.place.patience_s, call)
+            return patiently(self.place.patience_s, f"the Hub to {what}", call)
         except API_ERRORS as error:
-            raise LaunchError(f"{complaint}: {one_line(error)}") from error
+            raise LaunchError(f"the Hub did not {what}: {one_line(error)}") from error
 
     def here(self) -> dict[str, str]:
         """The arguments of every call: Jobs of an organisation are not found under the user."""
@@ -273,13 +189,11 @@ class Fleet:
     def find(self, **labels: str) -> list[Any]:
         """Jobs of the run with these labels, whoever started them."""
         wanted = {"run": self.cfg.run, **labels}
-        return self.ask("the Jobs cannot be listed", lambda: [*self.api.list_jobs(labels=wanted, **self.here())])
+        return self.ask("list the Jobs", lambda: [*self.api.list_jobs(labels=wanted, **self.here())])
 
-    def inspect(self, job_id: str) -> Any:
-        """The Job as the platform sees it."""
-        complaint = f"Job {job_id} cannot be looked at"
-        self.jobs[job_id] = self.ask(complaint, lambda: self.api.inspect_job(job_id=job_id, **self.here()))
-        return self.jobs[job_id]
+    def spent(self) -> str:
+        """What this launch has cost so far, for the end of a line; '' where nothing has a price."""
+        return f"  ${cost(list(self.jobs.values()), self.prices):.2f} so far" if self.prices else ""
 
     def whole(self, spec: dict) -> dict:
         """All arguments of run_job, the secrets too."""
@@ -287,18 +201,16 @@ class Fleet:
 
     def submit(self, spec: dict) -> str:
         """Start a Job and return its id; one that a failed call has created all the same is found by its labels."""
-        labels, first = spec["labels"], True
+        labels = spec["labels"]
 
         def create() -> Any:
-            nonlocal first
-            created = [] if first else [*self.api.list_jobs(labels=labels, **self.here())]
-            first = False
+            created = [*self.api.list_jobs(labels=labels, **self.here())]
             return created[0] if created else self.api.run_job(**self.whole(spec))
 
         self.submitting = True
-        job = self.ask(f"the {labels['role']} Job was not accepted", create)
+        job = self.ask(f"accept the {labels['role']} Job", create)
         self.submitting = False
-        self.jobs[job.id] = job
+        self.jobs[job.id], self.since[job.id] = job, time.monotonic()
         return job.id
 
     def start_replica(self, index: int) -> None:
@@ -306,41 +218,55 @@ class Fleet:
         self.replicas[index] = self.submit(replica_job(self.cfg, self.place, self.attempt, index, self.restarts))
         self.urls.pop(index, None)
 
-    def wait_until_healthy(self) -> None:
-        """Wait until every replica serves; LaunchError with its last log lines if one ends or takes too long."""
-        scheduled_until = time.monotonic() + 60 * self.cfg.schedule_wait_min
-        healthy_until: dict[int, float] = {}
-        while waiting := sorted(self.replicas.keys() - self.urls.keys()):
-            for index in waiting:
-                job = self.inspect(self.replicas[index])
-                if job.status.stage == "RUNNING":
-                    healthy_until.setdefault(index, time.monotonic() + 60 * self.cfg.ready_wait_min)
-                self.greet(index, job, healthy_until.get(index, scheduled_until))
-            self.keep_awake()
-            time.sleep(self.place.poll_s if waiting else 0)
+    def inspect(self, name: str, job_id: str) -> Any:
+        """The Job as the platform sees it; LaunchError if it holds up the start by SCHEDULING for too long."""
+        job = self.ask(f"show {name}", lambda: self.api.inspect_job(job_id=job_id, **self.here()))
+        if job_id not in self.jobs or self.jobs[job_id].status.stage != job.status.stage:
+            self.since[job_id] = time.monotonic()
+        self.jobs[job_id] = job
+        waits = job.status.stage not in ("RUNNING", *TERMINAL) and self.trainer in ("", job_id)
+        if waits and time.monotonic() > self.since[job_id] + 60 * self.cfg.schedule_wait_min:
+            raise LaunchError(f"{name} ({job_id}) is still {job.status.stage} after --schedule-wait-min "
+                              f"{self.cfg.schedule_wait_min:g}: raise it, or try another flavor")  # fmt: skip
+        return job
 
-    def greet(self, index: int, job: Any, until: float) -> None:
-        """Note a replica's URL if it is healthy; LaunchError if it has ended, or is not healthy until `until`."""
-        name, stage = f"replica {index} ({job.id})", job.status.stage
-        if stage in TERMINAL:
-            raise LaunchError(f"{name} ended: {job.status.message or stage}\n{self.tail(job.id)}")
-        problem = self.sickness(job) if stage == "RUNNING" else stage
+    def tend(self, index: int) -> None:
+        """Note that a replica serves, or replace one whose Job has ended; LaunchError if it cannot be helped."""
+        name, job = f"replica {index}", self.inspect(f"replica {index}", self.replicas[index])
+        stage, ended = job.status.stage, f"ended ({job.status.message or job.status.stage})"
+        if stage == "CANCELED" and self.trainer:  # by hand, or by the trainer Job at its end: somebody wants it gone
+            del self.replicas[index]
+            self.urls.pop(index, None)
+        elif stage in TERMINAL and not self.trainer:
+            raise self.failure(name, job, ended)
+        elif stage in TERMINAL and self.restarts >= self.cfg.replica_restarts:
+            raise self.failure(name, job, f"{ended}, and all {self.restarts} --replica-restarts are used")
+        elif stage in TERMINAL:
+            self.restarts += 1
+            say(f"{name} ({job.id}) {ended}: starting another")
+            self.start_replica(index)
+        elif stage == "RUNNING" and index not in self.urls:
+            self.greet(index, job)
+
+    def greet(self, index: int, job: Any) -> None:
+        """Announce a replica that serves: replicas.json in the bucket is the only way to reach the trainer Job."""
+        problem = self.sickness(job)
         if not problem:
             self.urls[index] = address(job)
-            print(f"{name} is {'running' if self.cfg.network_group else 'healthy'}", flush=True)
-        elif time.monotonic() > until and stage == "RUNNING":
-            raise LaunchError(f"{name} is not healthy after {self.cfg.ready_wait_min:g} min: {problem}\n"
-                              f"{self.tail(job.id)}")  # fmt: skip
-        elif time.monotonic() > until:
-            raise LaunchError(f"{name} is still {stage} after {self.cfg.schedule_wait_min:g} min: try another "
-                              "--replica-flavor or raise --schedule-wait-min")  # fmt: skip
+            say(f"replica {index} ({job.id}) {'runs' if self.trainer or self.cfg.network_group else 'serves'}")
+            replicas = [{"id": str(i), "url": self.urls[i], "job": self.replicas[i]} for i in sorted(self.urls)]
+            document = {"attempt": self.attempt, "replicas": replicas, "restarts": self.restarts}
+            self.put("replicas.json", json.dumps(document))
+        elif not self.trainer and time.monotonic() > self.since[job.id] + 60 * self.cfg.ready_wait_min:
+            late = f"does not serve after --ready-wait-min {self.cfg.ready_wait_min:g}: {problem}"
+            raise self.failure(f"replica {index}", job, late)
 
     def sickness(self, job: Any) -> str:
         """Why a running replica does not serve yet, '' if it does; the token goes to its own URL only."""
-        if self.cfg.network_group:
-            return ""  # nothing outside the group can ask: the proxy does
         if not address(job):
             return "it has no URL"
+        if self.trainer or self.cfg.network_group:
+            return ""  # its proxy asks; nothing outside a group can
         headers = {"Authorization": f"Bearer {self.secrets['HF_TOKEN']}"} if self.secrets else {}
         try:
             answer = requests.get(f"{address(job)}/health", headers=headers, timeout=5, allow_redirects=False)
@@ -351,44 +277,18 @@ class Fleet:
                               f"{self.cfg.namespace}")  # fmt: skip
         return "" if answer.status_code == 200 else f"/health answers {answer.status_code}"
 
-    def tail(self, job_id: str, num_lines: int = 15) -> str:
-        """The last lines of a Job's log."""
+    def failure(self, name: str, job: Any, problem: str) -> LaunchError:
+        """Why the run cannot go on, to be raised: what its log says of the Job's problem; shows where that ends."""
         try:
-            lines = list(self.api.fetch_job_logs(job_id=job_id, follow=False, tail=num_lines, **self.here()))
+            log = [*self.api.fetch_job_logs(job_id=job.id, follow=False, tail=100, **self.here())][-100:]
         except API_ERRORS as error:
-            return f"  (no log: {one_line(error)})"
-        return "\n".join(f"  | {line}" for line in lines[-num_lines:])
-
-    def known_replicas(self) -> list[dict]:
-        """What the proxy is told: id, URL and Job of every replica that has a URL."""
-        return [{"id": str(i), "url": self.urls[i], "job": self.replicas[i]} for i in sorted(self.urls)]
-
-    def look_after_replicas(self) -> None:
-        """Start a new Job for every replica whose Job has ended, and tell the trainer Job through the bucket."""
-        for index, job_id in list(self.replicas.items()):
-            job = self.inspect(job_id)
-            if job.status.stage == "CANCELED":  # by hand, or by the trainer Job at its end: somebody wants it gone
-                del self.replicas[index]
-                self.urls.pop(index, None)
-            elif job.status.stage in TERMINAL:
-                self.replace(index, job)
-            elif index not in self.urls and job.status.stage == "RUNNING" and address(job):
-                self.urls[index] = address(job)
-                self.announce()
-
-    def replace(self, index: int, job: Any) -> None:
-        """Start another Job for a replica whose Job has ended; LaunchError if there were too many."""
-        ended = f"replica {index} ({job.id}) ended ({job.status.message or job.status.stage})"
-        if self.restarts >= self.cfg.replica_restarts:
-            raise LaunchError(f"{ended} and all {self.restarts} --replica-restarts are used\n{self.tail(job.id)}")
-        self.restarts += 1
-        tqdm.write(f"{ended}: starting another")
-        self.start_replica(index)
-
-    def announce(self) -> None:
-        """Write replicas.json into the bucket: the only way to reach the trainer Job from outside."""
-        document = {"attempt": self.attempt, "replicas": self.known_replicas(), "restarts": self.restarts}
-        self.put("replicas.json", json.dumps(document))
+            log = [f"(no log: {one_line(error)})"]
+        if job.id != self.trainer:  # whose log is shown anyway
+            say("\n".join(f"  | {line}" for line in log[-15:]))
+        say(f"{name} ({job.id}) {problem}")
+        code = re.search(r"exit code:? (\d+)", problem) if job.id == self.trainer else None
+        own, cause = re.fullmatch(r"error: (.*)", cause_in(log)), f"{name} ({job.id}) {problem}: {cause_in(log)}"
+        return LaunchError(own[1] if own else cause, int(code[1]) if code else 1)
 
     def keep_awake(self) -> None:
         """A heartbeat for replicas that wait for the trainer: without any they stop themselves."""
@@ -399,50 +299,45 @@ class Fleet:
     def put(self, name: str, text: str) -> None:
         """Write a small file into the run's directory in the bucket."""
         add = [(text.encode(), f"{self.cfg.run}/{name}")]
-        self.ask(f"{name} cannot be written into bucket {self.cfg.bucket}",
+        self.ask(f"write {name} into bucket {self.cfg.bucket}",
                  lambda: self.api.batch_bucket_files(self.cfg.bucket, add=add))  # fmt: skip
 
-    def running(self, **labels: str) -> list[Any]:
-        """Jobs of the run with these labels that have not ended."""
-        return [job for job in self.find(**labels) if job.status.stage not in TERMINAL]
+    def get(self, name: str) -> str:
+        """A small file of the run's directory in the bucket; '' if it is not there."""
+        with tempfile.TemporaryDirectory() as directory:
+            copy = Path(directory, "copy")
+            files = [(f"{self.cfg.run}/{name}", copy)]
+            self.ask(f"read {name}", lambda: self.api.download_bucket_files(self.cfg.bucket, files))
+            return copy.read_text() if copy.exists() else ""
 
-    def cancel_all(self, **labels: str) -> list[str]:
-        """Cancel the run's Jobs with these labels and wait for their end; ids of those that run after patience_s."""
-        began, asked, left = time.monotonic(), dict[str, float](), None
-        # A submission that was cut short may make a Job after the first look.
-        settled_s = self.place.patience_s / 10 if self.submitting else 0
-        while (passed_s := time.monotonic() - began) < self.place.patience_s:
-            with contextlib.suppress(LaunchError):  # whatever the Hub says now, it may say something else soon
-                left = [job.id for job in self.running(**labels)]
-            if left == [] and passed_s >= settled_s:
-                return []
-            again = time.monotonic() - self.place.patience_s / 10  # a Job takes a while to end
-            due = [job_id for job_id in left or [] if asked.get(job_id, again) <= again]
-            asked |= dict.fromkeys(self.cancel(due), time.monotonic())
-            time.sleep(self.place.poll_s / 2)
-        return self.last_seen_alive() if left is None else left
+    def cancel_all(self, **labels: str) -> bool:
+        """Cancel the run's Jobs with these labels and wait for their end; if some still run, say which."""
+        began, pause_s, asked, why, told = time.monotonic(), self.place.patience_s / 10, dict[str, float](), "", False
+        settled_at = began + (pause_s if self.submitting else 0)  # a cut-short submission may make a Job after a look
+        left = alive(self.jobs.values())
+        with contextlib.suppress(KeyboardInterrupt):
+            while time.monotonic() < began + 10 * pause_s:
+                try:
+                    left, why = alive(self.find(**labels)), ""
+                except LaunchError as error:  # whatever the Hub says now, it may say something else soon
+                    why = f" ({error})"
+                if not (left or why) and time.monotonic() >= settled_at:
+                    return True
+                if not told and time.monotonic() > began + 2:
+                    told = not say(f"ending what still runs: it has until {clock(began + 10 * pause_s)}")
+                for job_id in left:
+                    if time.monotonic() > asked.get(job_id, 0) + pause_s:  # a Job takes a while to end
+                        with contextlib.suppress(*API_ERRORS):  # asked again after the next look
+                            self.api.cancel_job(job_id=job_id, **self.here())
+                            asked[job_id] = time.monotonic()
+                time.sleep(self.place.poll_s / 2)
+        print(f"may still be running: {', '.join(left)}; end them with --stop {self.cfg.run}{why}", file=sys.stderr)
+        return False
 
-    def last_seen_alive(self) -> list[str]:
-        """Ids of this launch's Jobs that had not ended when they were last looked at."""
-        return [job.id for job in self.jobs.values() if job.status.stage not in TERMINAL]
 
-    def cancel(self, job_ids: list[str]) -> list[str]:
-        """Ask for the end of these Jobs, all at once; ids of those that the Hub will end."""
-        accepted = []
-
-        def ask(job_id: str) -> None:
-            try:
-                self.api.cancel_job(job_id=job_id, **self.here())
-                accepted.append(job_id)
-            except API_ERRORS as error:
-                print(f"could not cancel {job_id}, trying again: {one_line(error)}", flush=True)
-
-        threads = [threading.Thread(target=ask, args=(job_id,), daemon=True) for job_id in job_ids]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        return accepted
+def alive(jobs: Iterable[Any]) -> list[str]:
+    """Ids of those Jobs that have not ended."""
+    return [job.id for job in jobs if job.status.stage not in TERMINAL]
 
 
 def address(job: Any) -> str:
@@ -452,161 +347,72 @@ def address(job: Any) -> str:
     return (job.status.expose_urls or [""])[0].rstrip("/")
 
 
-# --- follow ----------------------------------------------------------------------------------------------------------
-
-STEP = re.compile(r"step (\d+)/(\d+)  (.*)")  # what trainer.py prints after every step, the time left at its end
-
-
-class Follower:
-    """Reads the trainer's log in a thread and shows it: a progress bar on a terminal, plain lines elsewhere."""
-
-    def __init__(self, fleet: Fleet):
-        self.fleet, self.lines, self.ended = fleet, queue.Queue(), threading.Event()
-        self.bar = tqdm(total=fleet.cfg.max_steps, disable=None, dynamic_ncols=True,
-                        bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}")  # fmt: skip
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def show_new_lines(self) -> None:
-        """Show what has come since the last call."""
-        fleet = self.fleet
-        spent = f"  ${cost(list(fleet.jobs.values()), fleet.prices):.2f} so far" if fleet.prices else ""
-        while not self.lines.empty():
-            line = self.lines.get()
-            step = STEP.match(line)
-            if step and not self.bar.disable:
-                self.bar.n = int(step.group(1))
-                self.bar.set_postfix_str(step.group(3) + spent)
-            elif not line.startswith("proxy:"):
-                tqdm.write(line + (spent if step else ""))
-
-    def _read(self) -> None:
-        """A log stream that ends is not a Job that ended: read on, past what was seen, until it has."""
-        seen, complaint, fleet = 0, "", self.fleet
-        while not self.ended.is_set():
-            try:
-                logs = fleet.api.fetch_job_logs(job_id=fleet.trainer, follow=True, **fleet.here())
-                for line in itertools.islice(logs, seen, None):
-                    self.lines.put(line)
-                    seen += 1
-                if fleet.inspect(fleet.trainer).status.stage in TERMINAL:
-                    self.ended.set()
-            except (*API_ERRORS, LaunchError) as error:
-                if one_line(error) != complaint:
-                    complaint = one_line(error)
-                    self.lines.put(f"(the log stream broke, reading on: {complaint})")
-                self.ended.wait(fleet.place.poll_s)
-
-
-def follow(fleet: Fleet, detach: bool = False) -> int:
-    """Show the trainer's log and keep the replicas up until it ends (if `detach`: runs); returns its exit code."""
-    follower, scheduled_until = None, time.monotonic() + 60 * fleet.cfg.schedule_wait_min
-    try:
-        while (job := fleet.inspect(fleet.trainer)).status.stage not in TERMINAL:
-            waits = job.status.stage == "SCHEDULING"
-            if waits and time.monotonic() > scheduled_until:
-                raise LaunchError(f"the trainer Job ({job.id}) is still SCHEDULING after "
-                                  f"{fleet.cfg.schedule_wait_min:g} min: try another --trainer-flavor")  # fmt: skip
-            if waits:
-                fleet.keep_awake()
-            elif detach:
-                return 0
-            else:
-                follower = follower or Follower(fleet)
-                follower.show_new_lines()
-            fleet.look_after_replicas()
-            time.sleep(fleet.place.poll_s)
-        follower = follower or Follower(fleet)
-        follower.ended.wait(10)  # the last lines may still be on their way
-        follower.show_new_lines()
-    finally:
-        if follower:
-            follower.ended.set()
-            follower.bar.close()
-    if job.status.stage == "COMPLETED":
-        return 0
-    code = re.search(r"exit code:? (\d+)", job.status.message or "")
-    print(f"error: the trainer Job ({job.id}) ended as {job.status.stage}: {job.status.message or 'no reason given'}",
-          file=sys.stderr)  # fmt: skip
-    return int(code.group(1)) if code else 1
-
-
-# --- main ------------------------------------------------------------------------------------------------------------
-
-
-def open_fleet(cfg: Config, local: bool) -> tuple[Fleet, dict]:
-    """The fleet of a run, and what the Hub says of the token's owner; exits if it says nothing."""
-    if local:
-        for name in ("namespace", "network_group"):
-            if getattr(cfg, name):
-                fail(f"{flag(name)} {getattr(cfg, name)}: is for HF Jobs; leave it out with --local")
-        place = dataclasses.replace(LOCAL_PLACE, bucket=str(Path(cfg.bucket).absolute()))
-        return Fleet(LocalJobs(cfg.bucket, cfg.run), cfg, place), {}
-    api = hub_jobs.open_hub()
-    fleet = Fleet(api, cfg, HF_PLACE, {"HF_TOKEN": api.token})
-    user = fleet.ask("the Hub does not say whose token this is", api.whoami)
-    fleet.cfg = hub_jobs.with_names(cfg, user)
-    fleet.volumes = hub_jobs.volumes_of(fleet.cfg)
-    return fleet, user
-
-
-def check_hub(fleet: Fleet, user: dict) -> None:
-    """Exit unless Jobs can be run as asked; notes the prices."""
-    hub_jobs.check_token(user)
-    hardware = fleet.ask("the hardware cannot be listed", fleet.api.list_jobs_hardware)
-    fleet.prices = hub_jobs.check_flavors(fleet.cfg, hardware)
-    hub_jobs.check_readable(fleet.cfg, fleet.api)
+# --- one run ---------------------------------------------------------------------------------------------------------
 
 
 def launch(fleet: Fleet, detach: bool) -> int:
-    """Start everything, follow the trainer to its end, and cancel everything whatever happens."""
-    code, keep = 1, False
+    """Run the Jobs, and cancel all of them at the end whatever happens; the exit code."""
+    why, code, keep = "", 1, False
     try:
-        if not fleet.place.local:
-            fleet.ask("bucket and scripts were not accepted", lambda: hub_jobs.ship_scripts(fleet.cfg, fleet.api, HERE))
-        for index in range(fleet.cfg.replicas):
-            fleet.start_replica(index)
-        fleet.wait_until_healthy()
-        fleet.announce()
-        fleet.trainer = fleet.submit(trainer_job(fleet.cfg, fleet.place, fleet.attempt, fleet.known_replicas()))
-        print(f"trainer: {fleet.jobs[fleet.trainer].url}", flush=True)
-        code = follow(fleet, detach)
-        keep = detach and code == 0 and fleet.jobs[fleet.trainer].status.stage == "RUNNING"
+        run(fleet, detach)
+        code, keep = 0, detach
     except LaunchError as error:
-        print(f"error: {error}", file=sys.stderr)
+        why, code = (*error.args, 1)[:2]
     except KeyboardInterrupt:
         print("\nstopping: cancelling all Jobs", file=sys.stderr)
         code = 130
     finally:
-        left = [] if keep else cancel_or_say(fleet, attempt=fleet.attempt)
+        if fleet.log:
+            fleet.log.close(0)
+        clean = keep or not (fleet.jobs or fleet.submitting) or fleet.cancel_all(attempt=fleet.attempt)
     if keep:
-        print(f"left running: see --status, --logs and --stop {fleet.cfg.run}. The trainer Job cancels the replicas at "
-              "its end; one that ends early is not replaced")  # fmt: skip
-    return code or (1 if left else 0)
+        say(f"left running: see --status, --logs and --stop {fleet.cfg.run}. The trainer Job cancels the replicas at "
+            "its end; one that ends early is not replaced")  # fmt: skip
+    if why:
+        print(f"error: {why}", file=sys.stderr)  # the cause is the last line
+    return code or (0 if clean else 1)
 
 
-def cancel_or_say(fleet: Fleet, **labels: str) -> list[str]:
-    """Cancel the run's Jobs with these labels; if that fails or is interrupted, say which are still running."""
-    try:
-        left = fleet.cancel_all(**labels)
-    except (LaunchError, KeyboardInterrupt) as error:
-        left = fleet.last_seen_alive()
-        print(f"cleaning up did not finish: {error or 'interrupted'}", file=sys.stderr)
-    if left:
-        print(f"may still be running: {', '.join(left)}; end them with --stop {fleet.cfg.run}", file=sys.stderr)
-    return left
+def run(fleet: Fleet, detach: bool) -> None:
+    """Start everything, keep the replicas up, and show the trainer's log until it ends or, if `detach`, runs."""
+    cfg = fleet.cfg
+    if not fleet.place.local:
+        fleet.ask("accept bucket and code", lambda: ship_code(cfg, fleet.api, HERE))
+    for index in range(cfg.replicas):
+        fleet.start_replica(index)
+    until = clock(time.monotonic() + 60 * cfg.schedule_wait_min)
+    say(f"waiting for the replicas: they are to run by {until} and to serve {cfg.ready_wait_min:g} min later")
+    while True:
+        for index in list(fleet.replicas):
+            fleet.tend(index)
+        if not fleet.trainer and fleet.urls.keys() == fleet.replicas.keys():
+            fleet.trainer = fleet.submit(trainer_job(cfg, fleet.place, fleet.attempt))
+            say(f"trainer: {fleet.jobs[fleet.trainer].url}")
+        job = fleet.inspect("the trainer Job", fleet.trainer) if fleet.trainer else None
+        if not job or job.status.stage == "SCHEDULING":
+            fleet.keep_awake()
+        elif detach and job.status.stage == "RUNNING":
+            return
+        else:
+            fleet.log = fleet.log or TrainerLog(fleet)
+            if job.status.stage in TERMINAL:
+                break
+        time.sleep(fleet.place.poll_s)
+    fleet.log.close(10)
+    if job.status.stage != "COMPLETED":
+        raise fleet.failure("the trainer Job", job, f"ended as {job.status.stage}: {job.status.message or 'no reason'}")
 
 
-def show_status(fleet: Fleet) -> int:
+def status(fleet: Fleet) -> int:
     """Print the Jobs of a run."""
-    jobs = fleet.find()
-    for job in jobs:
+    for job in (jobs := fleet.find()):
         print(f"{job.id}  {job.labels.get('role', '?'):8} {job.status.stage:11} {job.status.message or ''}  {job.url}")
     if not jobs:
         print(f"no Jobs of run {fleet.cfg.run} are known")
     return 0
 
 
-def show_logs(fleet: Fleet) -> int:
+def logs(fleet: Fleet) -> int:
     """Follow the log of the run's newest trainer Job."""
     jobs = fleet.find(role="trainer")
     if not jobs:
@@ -617,26 +423,94 @@ def show_logs(fleet: Fleet) -> int:
     return 0
 
 
-def start(fleet: Fleet, user: dict, dry_run: bool, detach: bool) -> int:
+def show(fleet: Fleet) -> int:
+    """Print a few completions of the newest step that has kept some."""
+    from report.training import show_completions
+
+    rows = [json.loads(line) for line in fleet.get("metrics.jsonl").splitlines()]
+    for row in reversed(rows):
+        if text := fleet.get(f"completions/step-{row['step']}.jsonl"):
+            print(show_completions(text, row["step"]))
+            return 0
+    fail(f"--show {fleet.cfg.run}: no completions of this run yet; they are kept every --log-completions-every steps")
+
+
+def stop(fleet: Fleet) -> int:
+    """Cancel every Job of a run, whoever started it."""
+    if not fleet.cancel_all():
+        return 1
+    print(f"no Job of run {fleet.cfg.run} is running any more")
+    return 0
+
+
+# --- before anything starts ------------------------------------------------------------------------------------------
+
+
+def check_reward(cfg: Config, local: bool) -> None:
+    """Exit unless every --reward function can be imported, here and, as code that is shipped, in a Job."""
+    from rewards import load_rewards
+
+    try:
+        functions = load_rewards(cfg.reward)
+    except ValueError as error:
+        fail(f"--{error}")  # it begins with "reward" and the name
+    for function in functions if not local else []:
+        file = Path(sys.modules[function.__module__].__file__)
+        if file.parent != HERE:
+            fail(f"--reward {cfg.reward}: Jobs do not get {file}; copy it beside launch.py and name it by its module")
+
+
+def check_resume(fleet: Fleet) -> None:
+    """Exit if the run has a checkpoint of a recipe that this one cannot go on from."""
+    before = fleet.get("config.json")
+    try:
+        changed_settings(json.loads(before), fleet.cfg) if before else None
+    except ValueError as error:
+        fail(str(error))
+
+
+def open_fleet(cfg: Config, local: bool) -> Fleet:
+    """The fleet of a run; on the Hub, under the names that the token's owner may use."""
+    if local:
+        cfg = dataclasses.replace(cfg, bucket=str(Path(cfg.bucket).absolute()))
+        return Fleet(LocalJobs(cfg.bucket, cfg.run), cfg, dataclasses.replace(LOCAL_PLACE, bucket=cfg.bucket))
+    api = open_hub()
+    fleet = Fleet(api, cfg, HF_PLACE, {"HF_TOKEN": api.token})
+    fleet.cfg = checks.with_names(cfg, fleet.ask("say whose token this is", api.whoami))
+    fleet.volumes = volumes_of(fleet.cfg)
+    return fleet
+
+
+def start(fleet: Fleet, dry_run: bool, detach: bool) -> int:
     """Check everything, say what will run, and run it."""
-    check_reward(fleet.cfg)
-    check_tracking(fleet.cfg, fleet.place.local)
-    check_local_data(fleet.cfg) if fleet.place.local else check_hub(fleet, user)
+    cfg, local = fleet.cfg, fleet.place.local
+    check_reward(cfg, local)
+    if local:
+        if cfg.model != "toy":
+            checks.check_model(cfg, None)
+        if not dry_run:
+            checks.check_machine(cfg)
+            cfg = fleet.cfg = with_toy(cfg)
+    else:
+        fleet.prices = checks.check_flavors(cfg, fleet.ask("list the hardware", fleet.api.list_jobs_hardware))
+        checks.check_readable(cfg, fleet.api)
+    in_bucket = [name for name in (cfg.model, cfg.dataset) if name.startswith(f"{BUCKET_IN_JOB}/")]  # not looked into
+    if not in_bucket and "toy" not in (cfg.model, cfg.dataset):  # the toy is not built in a dry run
+        from prompts import check_prompts
+
+        check_prompts(cfg)
+    check_resume(fleet)
+    print(plan(cfg, fleet.place, fleet.prices), flush=True)
     if dry_run:
-        print(plan(fleet.cfg, fleet.place, fleet.prices))
-        for spec in (replica_job(fleet.cfg, fleet.place, fleet.attempt, 0),
-                     trainer_job(fleet.cfg, fleet.place, fleet.attempt, [])):  # fmt: skip
+        jobs = replica_job(cfg, fleet.place, fleet.attempt, 0), trainer_job(cfg, fleet.place, fleet.attempt)
+        for spec in jobs:
             shown = fleet.whole(spec) | {"secrets": dict.fromkeys(fleet.secrets, "***")}
             print(json.dumps(shown, indent=2, default=vars))
         return 0
-    still = fleet.running()
-    if still and not fleet.cfg.takeover:
-        fail(f"--run {fleet.cfg.run}: its Jobs {', '.join(job.id for job in still)} are running; --stop it first, or "
-             "supersede them with --takeover")  # fmt: skip
-    if fleet.place.local:
-        fleet.cfg = with_toy(check_machine(fleet.cfg))
-        check_local_data(fleet.cfg)
-    print(plan(fleet.cfg, fleet.place, fleet.prices), flush=True)
+    still = alive(fleet.find())
+    if still and not cfg.takeover:
+        fail(f"--run {cfg.run}: its Jobs {', '.join(still)} are running; --stop it first, or supersede them with "
+             "--takeover")  # fmt: skip
     return launch(fleet, detach)
 
 
@@ -647,7 +521,7 @@ def launch_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and stop")
     parser.add_argument("--detach", action="store_true", help="leave the Jobs alone as soon as the trainer runs")
     for name, text in (("status", "list the Jobs of RUN"), ("logs", "follow the log of RUN's trainer"),
-                       ("stop", "cancel all Jobs of RUN")):  # fmt: skip
+                       ("stop", "cancel all Jobs of RUN"), ("show", "print a few completions of RUN")):  # fmt: skip
         parser.add_argument(f"--{name}", metavar="RUN", help=text)
     return parser
 
@@ -655,23 +529,17 @@ def launch_parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = launch_parser().parse_args()
     cfg = config_from(args, args.local)
-    run = args.status or args.logs or args.stop or cfg.run or f"grpo-{time.strftime('%m%d-%H%M%S')}"
-    cfg = dataclasses.replace(cfg, run=run)
+    run = args.status or args.logs or args.stop or args.show or cfg.run or f"grpo-{time.strftime('%m%d-%H%M%S')}"
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup: the run is to outlive the terminal
             signal.signal(number, signal.default_int_handler)  # the same clean-up as Ctrl-C
+    call_this_machine_directly()
     try:
-        fleet, user = open_fleet(cfg, args.local)
-        if args.status:
-            return show_status(fleet)
-        if args.logs:
-            return show_logs(fleet)
-        if args.stop:
-            if cancel_or_say(fleet):
-                return 1
-            print(f"no Job of run {run} is running any more")
-            return 0
-        return start(fleet, user, args.dry_run, args.detach)
+        fleet = open_fleet(dataclasses.replace(cfg, run=run), args.local)
+        for name, command in (("status", status), ("logs", logs), ("show", show), ("stop", stop)):
+            if getattr(args, name):
+                return command(fleet)
+        return start(fleet, args.dry_run, args.detach)
     except LaunchError as error:
         fail(str(error))
     except KeyboardInterrupt:

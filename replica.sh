@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# How one replica is started: vLLM (or stub_vllm.py, which takes the same flags) with LoRA adapters loaded at runtime.
+# How one replica is started: vLLM, or offline/stub_vllm.py, which takes the same flags; adapters are loaded at runtime.
 #
 # Dead-man switch: a trainer rewrites <attempt>.heartbeat every few seconds. When no file of that kind has changed for
 # IDLE_SHUTDOWN_MIN minutes, this replica stops itself and exits 0, so a lost launcher never leaves a GPU billing. It
 # compares contents, by its own clock: the times of a mounted file may be another machine's, or old.
-#
 #   MODEL=Qwen/Qwen2.5-Math-1.5B HEARTBEATS=/lora/<run>/attempts bash replica.sh
 #
 # The engine's death ends the script with the engine's exit code, or 1; SIGTERM and SIGINT end the engine.
@@ -23,6 +22,7 @@ IDLE_SHUTDOWN_MIN=${IDLE_SHUTDOWN_MIN:-15}
 PYTHON=${PYTHON:-python3}     # runs stub_vllm.py
 VLLM_PYTHON=${VLLM_PYTHON:-}  # a python with a CPU build of vLLM, which has no working `vllm` command
 GRACE_S=${GRACE_S:-10}        # the engine has this long to end after SIGTERM
+[[ $ENGINE =~ ^(vllm|stub)$ ]] || { echo "replica.sh: ENGINE=$ENGINE: choose vllm or stub" >&2 && exit 2; }
 
 export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 # without it there is no /v1/load_lora_adapter
 export VLLM_SERVER_DEV_MODE=1             # without it there is no /pause, /resume and /server_info
@@ -36,23 +36,17 @@ if ! mkdir -p "$cache" 2>/dev/null || [ ! -w "$cache" ]; then
 fi
 export XDG_CACHE_HOME=$cache HF_HOME=${HF_HOME:-$cache/huggingface} VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$cache/vllm}
 
-case $ENGINE in
-stub) command=("$PYTHON" "$(dirname "$0")/stub_vllm.py" --model "$MODEL") ;;
-vllm)
+if [ "$ENGINE" = stub ]; then
+    command=("$PYTHON" "$(dirname "$0")/offline/stub_vllm.py" --model "$MODEL")
+elif [ -z "$VLLM_PYTHON" ]; then
     command=(vllm serve "$MODEL" --disable-uvicorn-access-log)
-    if [ -n "$VLLM_PYTHON" ]; then
-        export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} VLLM_CPU_OMP_THREADS_BIND=nobind
-        export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-        export VLLM_ENABLE_V1_MULTIPROCESSING=0 # the worker in the engine's process: apart, it spins on a core of its own
-        command=("$VLLM_PYTHON" -m vllm.entrypoints.openai.api_server --model "$MODEL"
-            --disable-uvicorn-access-log --enforce-eager)
-    fi
-    ;;
-*)
-    echo "replica.sh: ENGINE=$ENGINE: choose vllm or stub" >&2
-    exit 2
-    ;;
-esac
+else
+    export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} VLLM_CPU_OMP_THREADS_BIND=nobind
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    export VLLM_ENABLE_V1_MULTIPROCESSING=0 # the worker in the engine's process: apart, it spins on a core of its own
+    command=("$VLLM_PYTHON" -m vllm.entrypoints.openai.api_server --model "$MODEL"
+        --disable-uvicorn-access-log --enforce-eager)
+fi
 # processed_logprobs: of the distribution that was sampled from, so at the temperature, as the trainer computes them.
 # generation-config vllm: the model's own sampling defaults stay out.
 command+=(--host "$HOST" --port "$PORT" --dtype "$DTYPE" --max-model-len "$MAX_MODEL_LEN"
@@ -60,48 +54,35 @@ command+=(--host "$HOST" --port "$PORT" --dtype "$DTYPE" --max-model-len "$MAX_M
     --enable-lora --max-lora-rank "$MAX_LORA_RANK" --max-loras "$MAX_LORAS" --max-cpu-loras "$MAX_LORAS")
 
 idle_limit_s=$(awk -v min="$IDLE_SHUTDOWN_MIN" 'BEGIN { s = int(min * 60); print s < 1 ? 1 : s }')
-tick_s=$((idle_limit_s < 5 ? idle_limit_s : 5)) # pause between two looks at the heartbeats
-
-heartbeats() {
-    cat "$HEARTBEATS"/*.heartbeat 2>/dev/null || true
-}
 
 # shellcheck disable=SC2329 # the EXIT trap calls it
-clean_up() { # end the engine, then the tick; leave nothing of this script behind
+clean_up() { # end the engine, whatever ends this script
     trap '' TERM INT # once is enough
-    local pid=${engine:-${!:-}}
-    kill -TERM "$pid" 2>/dev/null || true
+    kill -TERM "$engine" 2>/dev/null || true
     for ((i = 0; i < GRACE_S * 10; i++)); do
-        kill -0 "$pid" 2>/dev/null || break
+        kill -0 "$engine" 2>/dev/null || break
         sleep 0.1
     done
-    jobs -p | xargs -r kill -KILL 2>/dev/null || true
+    kill -KILL "$engine" 2>/dev/null || true
     wait
 }
-
-trap 'clean_up' EXIT
-trap 'exit 143' TERM
-trap 'exit 130' INT
 echo "replica.sh: ${command[*]}"
 "${command[@]}" &
 engine=$!
+trap clean_up EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT
 
-last=$(heartbeats)
-changed_at=$SECONDS
+last='' changed_at=$SECONDS
 while kill -0 "$engine" 2>/dev/null; do
-    sleep "$tick_s" &
-    tick=$!
-    wait -n || true # for the tick or the engine's death, whichever is first
-    kill "$tick" 2>/dev/null || true
-    now=$(heartbeats)
+    now=$(cat "$HEARTBEATS"/*.heartbeat 2>/dev/null || true)
     if [ -z "$HEARTBEATS" ] || { [ -n "$now" ] && [ "$now" != "$last" ]; }; then
-        last=$now
-        changed_at=$SECONDS
-    fi
-    if ((SECONDS - changed_at >= idle_limit_s)); then
+        last=$now changed_at=$SECONDS
+    elif ((SECONDS - changed_at >= idle_limit_s)); then
         echo "replica.sh: no heartbeat of a trainer in $HEARTBEATS for $IDLE_SHUTDOWN_MIN minutes: stopping" >&2
         exit 0
     fi
+    sleep 1
 done
 code=0
 wait "$engine" || code=$?

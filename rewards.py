@@ -1,199 +1,136 @@
-r"""When is an answer right?
+r"""When is an answer right, and who may say so?
 
 `grade` compares the last \boxed{...} of a completion with the gold answer as a mathematics teacher would: the same
-spelling after normalising, or the same number, or the same parts (lists, pairs, intervals, matrices), or the same to
-math-verify, which is not asked about values that differ as numbers, because it takes tiny differences for none. A gold
-answer that is missing or cannot be read gives None: never trained on.
+spelling after normalising, or the same number, or the same parts (lists, pairs, intervals, matrices), or the same value
+wherever both are real numbers; math-verify is asked about sets and relations.
 
-`RewardPool` runs reward functions in worker processes, one completion per call. Symbolic algebra can hang or eat all
-memory, and math-verify's own timeout works on a main thread only, so a worker that takes too long is killed: its
-completion gets 0 and nothing else is lost. Workers are forked from a small host process that has imported everything
-and runs nothing, so a new one is ready at once. All of them end with the trainer.
+A reward of your own is a function in a file, called as TRL calls it: once per group, with lists of equal length.
 
-A reward of your own is a function in a file of the working directory, called as TRL calls it:
+    def concise(completions, **columns):  # prompts, completion_ids, truncated and the dataset's columns, by name
+        return [max(0.0, 1 - len(completion) / 4000) for completion in completions]  # None: cannot be scored
 
-    def concise(completions, **columns):  # the dataset's columns by name, as lists; returns a number or None for each
-        return [max(0.0, 1 - len(completion) / 4000) for completion in completions]
-
-    python trainer.py --reward my_rewards:concise,rewards:math_reward      # several are summed
+    python trainer.py --reward my_rewards:concise,rewards:math_reward      # several are summed; my/file.py:concise, too
     python rewards.py 'so \boxed{0.5}' '\frac{1}{2}'                       # grade one completion by hand
+
+`RewardPool` runs the functions in processes that can be killed, because algebra can hang or eat all memory. A function
+that fails on a group is asked about one completion at a time, so only the bad ones lose their reward.
 """
 
+import asyncio
+import contextlib
 import ctypes
-import gc
+import difflib
 import importlib
-import json
+import importlib.util
+import inspect
 import logging
 import math
-import numbers
+import multiprocessing
 import os
-import queue
+import pickle
 import re
 import resource
 import signal
-import subprocess
 import sys
 import threading
-import time
 import traceback
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from fractions import Fraction
 from functools import lru_cache
-from multiprocessing import Pipe, reduction
-from multiprocessing.connection import Connection
-from typing import NoReturn
+from importlib.machinery import ModuleSpec
+from itertools import accumulate
+from pathlib import Path
+
+import pebble
 
 from config import Config
+from grading.spelling import has_name, last_box, normalise, number, pieces, split, squeeze
 
 Reward = Callable[..., list[float | None]]
 
+REWARD_MEMORY_MB = 1024  # what a worker may use beyond its imports
 MAX_ANSWER_CHARS = 1000  # no gold is as long, and parsing takes its time
-SLOW_S = 0.2  # a completion that takes longer stops holding up the others: one more worker takes over
-MAX_SLOW = 8  # times `workers`: so many slow completions may run into their timeout at a time
-START_TIMEOUT_S = 120.0  # for the host to import math-verify and the reward files
-WARM_UP = (  # fills the tables of math-verify's parser
-    r"\frac{\sqrt{3}}{2}+2\pi", r"\sqrt{5}", r"(x+1)(x-1)", r"-2x^2+3xy", r"3^{12}", r"\frac{x-1}{y}", r"y=2x+3", r"5!",
-    r"x^4/x^2", r"\log_2 3", r"\sin^2 x", r"\begin{pmatrix}a\end{pmatrix}", r"1<x<\infty", r"\sqrt[3]{2}",
-)  # fmt: skip
 
 
 class RewardError(Exception):
     """A reward function is broken: the run must stop, not train on what it returns."""
 
 
-# --- one spelling for one value --------------------------------------------------------------------------------------
-
-UNICODE = {"−": "-", "–": "-", "×": r"\times ", "π": r"\pi ", "√": r"\sqrt ", "∞": r"\infty ", "∪": r"\cup "}
-ARGUMENT = r"(\\(?!frac|sqrt)[a-zA-Z]+|[0-9a-zA-Z])"  # what TeX takes as an argument without braces
-BRACED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
-REWRITES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"(?<=\d)(?:\{,\}|,\s*\\!|\\!\s*,(?:\s*\\!)?)\s*(?=\d{3})", ""),  # thousands: 1{,}234 and 1,\!234
-        (r"\{,\}", ","),
-        (r"\\!|\\?\$|[°£€]|\\displaystyle(?![a-zA-Z])|(?<!\\)\\[()]", ""),
-        (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
-        (r"\^\s*(?:\\circ|\{\s*\\circ\s*\}|\\degree)|\\degree(?![a-zA-Z])", ""),
-        (r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),
-        (r"\\[dtc]frac", r"\\frac"),
-        (r"\\\{\s*\\\}|\\varnothing", r"\\emptyset"),
-        (r"\\mathrm\s*\{([ei])\}", r"\1"),
-        (r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|it|sf)|mbox)\s*\{", r"\\text{"),
-        (r",?\s*\\text\{\s*,?\s*(?:and|or)\s*\}|,?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", ","),
-        (r"\s*(?:\\?%|\\text\{\s*percent\s*\}|(?<![A-Za-z{])percent)", r"\\%"),
-        (r"(?<=\d)\s*(?:cm|mm|km|kg|ft|mph|sec|min|hrs?)(?![A-Za-z])(?:\s*\^\s*\{?\d\}?)?", ""),
-        (rf"\\(frac|sqrt)\s*{ARGUMENT}", r"\\\1{\2}"),  # \frac12, \sqrt3
-        (rf"(\\frac{BRACED})\s*{ARGUMENT}", r"\1{\2}"),
-        (r"_\{(\d+)\}", r"_\1"),
-    )
-]
-THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:([ ,])\d{3})(?:\1\d{3})*(?!\d)")
-TEXT = re.compile(r"\\text\{([^{}]*)\}")
-PLAIN_WORDS = re.compile(r"\\text\{[^{}]*\}|(?<![\\{A-Za-z\d])[A-Za-z]+(?: [A-Za-z]+)*")
-UNIT = re.compile(r"([\w})])\s*\\text\{[^{}]*[A-Za-z][^{}]*\}(?:\s*\^\s*\{?\d+\}?)?")
-
-
-def normalise(answer: str) -> str:
-    """One spelling for one value: no units, currency or layout; words are inside \\text{...}, symbols are not."""
-    text = answer.translate(str.maketrans(UNICODE))
-    for pattern, replacement in REWRITES:
-        text = pattern.sub(replacement, text)
-    text = PLAIN_WORDS.sub(lambda m: rf"\text{{{m[0]}}}" if is_phrase(m[0]) else m[0], text)
-    if ":" not in text:  # in a time, the words are a.m. and p.m.
-        text = UNIT.sub(r"\1", text)
-    text = TEXT.sub(lambda m: m[0] if re.search("[A-Za-z]{2}", m[1]) else m[1], text)
-    in_brackets = re.search(r"[(\[]|\\\{", text)  # there, (100,101) is a pair
-    text = THOUSANDS.sub(lambda m: m[0] if m[1] == "," and in_brackets else m[0].replace(m[1], ""), text)
-    text = text.strip().rstrip(" .,;")
-    return re.sub(r"^\(([A-Za-z])\)$", r"\1", text)  # the choice (C)
-
-
-def is_phrase(letters: str) -> bool:
-    """Whether letters without a backslash are words, and not a product like xyz or a function; not if in \\text."""
-    return re.search(r"[A-Za-z]{4}", letters) is not None and not re.search(r"\\text|sqrt|infinity", letters)
-
-
-def last_box(completion: str) -> str | None:
-    """What is inside the last \\boxed{...}; None if there is none, or if it is not closed."""
-    boxes = list(re.finditer(r"\\boxed\s*\{", completion))
-    depth = 1
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(completion, boxes[-1].end() if boxes else len(completion)):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return completion[boxes[-1].end() : brace.start()]
-    return None
-
-
 # --- is it the same value --------------------------------------------------------------------------------------------
 
 EQUALS = r"(?<![<>!:\\])=|\\in(?![a-zA-Z])"
 RELATION = re.compile(r"[<>]|\\(?:[lg]eq?|[lg]t|mathbb)(?![a-zA-Z])")
-MATRIX = re.compile(r"\\begin\{[pb]matrix\}(.*)\\end\{[pb]matrix\}", re.DOTALL)
-BRACKETS = re.compile(r"(\(|\[|\\\{)(.*)(\)|\]|\\\})", re.DOTALL)
-DECIMAL = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?"
-NUMBER = re.compile(rf"([+-]?)(?:({DECIMAL})(?:/(\d+))?|\\frac\{{({DECIMAL})\}}\{{({DECIMAL})\}})")
-REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\overline\{(\d+)\}")
 WITH_BASE = re.compile(r"(-?[0-9][0-9A-Za-z]*)_(\d+)")
+CHOICE = re.compile(r"\(?([A-J])(?:\)|(?<!\(.)[.:])\s*(?=[ \d\\])(?!\\c[au]p)(.+)", re.DOTALL)
+TOO_LARGE = re.compile(r"\^\{?[^{}^]*\^\{?[^{}^]*\^|\^\{?\d+\^\{?\d\d|\^\{?-?\d{6}|(?:\d{5}|[!}]\)?)!|(?:log.*){4}")
+MAX_DEPTH = 10  # of brackets: antlr's time grows exponentially
 
 
-def grade(completion: str, answer: str | None) -> float | None:
+def grade(completion: str, answer: object) -> float | None:
     """1.0 if the last \\boxed{...} of a completion is the gold `answer`, else 0.0; None without a usable gold.
 
-    What the strictness is, where mathematicians differ:
+    A gold is any value of a dataset: text (of which what follows ####, or is in the last box, counts), a number, or a
+    list: a single item is the gold, several are all wanted, in any order. Where mathematicians differ:
     - Only the last box counts, and it must be closed. Repeating it is fine; a list of guesses is another answer.
     - Lists and sets have no order, pairs and intervals do. Every part must match, as often as the gold has it. A pair
-      may lack its parentheses.
+      may lack its parentheses. A choice may come with its text, (C) 12: both must be what the gold has of it.
     - Exact values must be equal; a decimal stands for one if it is right to 10^-6 (1/3 is 0.333333, not 0.33).
-    - 28\\% is 28 and is 0.28. 1e2 is 100. Unsimplified values count; `x = 5` is 5.
-    - A unit, a currency or a base (1010_2) may be left out. Another base is wrong; units are not compared.
+    - 28\\% is 28 and is 0.28; 2 thousand is 2000. Unsimplified values count; `x = 5` is 5. R is not r.
+    - A unit, a currency, what is counted (5 apples) or a base (1010_2) may be left out; only bases are compared.
     - Words ignore case, punctuation and a final s ("no solution", "No solutions"); times (12:00) are words.
     """
-    gold = read_gold(answer)
-    if gold is None:
-        return None
-    box = last_box(completion)
-    if box is None or len(box) > MAX_ANSWER_CHARS:
-        return 0.0
+    gold, box = read_gold(answer), last_box(completion)
+    if gold is None or box is None:
+        return None if gold is None else 0.0
+    if squeeze(box) == squeeze(gold):
+        return 1.0
     try:
-        return float(same(gold, normalise(box)))
-    except MemoryError:
-        raise
-    except Exception:  # as in read_gold
-        return 0.0
-
-
-@lru_cache(maxsize=1024)
-def read_gold(answer: str | None) -> str | None:
-    """The normalised gold; None if it is missing, empty, cut off or no mathematics that can be read."""
-    if answer is None or answer != answer or last_box(rf"\boxed{{{answer}}}") != str(answer):  # NaN, unclosed braces
-        return None
-    gold = normalise(str(answer))
-    try:
-        return gold if gold and readable(gold) else None
+        return float(len(box) <= MAX_ANSWER_CHARS and same_answer(normalise(gold), normalise(box)))
     except MemoryError:
         raise
     except Exception:  # made-up mathematics makes sympy raise anything
+        return 0.0
+
+
+def read_gold(answer: object) -> str | None:
+    """The gold as text; None if it is missing or NaN, empty, cut off, or ends in an operator."""
+    if isinstance(answer, list | tuple):
+        parts = [read_gold(part) for part in answer]
+        return None if None in parts or not parts else "; ".join(parts)
+    if answer is None or answer != answer:  # NaN
         return None
+    text = str(answer)
+    if "####" in text:  # GSM8K
+        text = text.rpartition("####")[2].strip().partition("\n")[0]
+    text = last_box(text) or text
+    value = normalise(text) if last_box(rf"\boxed{{{text}}}") == text else ""
+    return text if re.search("[A-Za-z0-9]", value) and not re.search(r"(?<![\^_])[-+*/=<>]$", value) else None
 
 
-def readable(gold: str) -> bool:
-    """Whether a normalised gold is words, a number, something that math-verify can read, or made of such parts."""
-    if is_words(gold):
-        return bool(words(gold))
-    kind, parts = pieces(gold)
-    if kind:
-        return all(map(readable, parts))
-    value = gold.removesuffix(r"\%")
-    return number(value) is not None or WITH_BASE.fullmatch(value) is not None or parse_math(value) is not None
+def same_answer(gold: str, pred: str) -> bool:
+    """`same`, where a normalised answer may be a choice with its text: what both have of it must match."""
+    (label, text), (pred_label, pred_text) = label_and_text(gold), label_and_text(pred)
+    if not (label and text) and not (pred_label and pred_text):
+        return same(gold, pred)
+    same_label = not label or not pred_label or label == pred_label
+    return same_label and (not text or not pred_text or same(text, pred_text))
+
+
+def label_and_text(answer: str) -> tuple[str, str]:
+    """Of a normalised answer: (C) 12 has both, C the first, 12 the second."""
+    if match := CHOICE.fullmatch(re.sub(r"^\\text\{\s*\(?([A-J])[).:]\s+", r"(\1) \\text{", answer)):
+        return match[1], match[2].strip()
+    return (answer, "") if re.fullmatch("[A-J]", answer) else ("", answer)
 
 
 def same(gold: str, pred: str) -> bool:
     """Whether two normalised answers are the same value; anything with a comma, a bracket or = is taken apart."""
     if squeeze(gold) == squeeze(pred):
         return True
-    if is_words(gold) or is_words(pred):
+    if any(r"\text{" in text or re.search(r"\d\s*:\s*\d", text) for text in (gold, pred)):
         return same_words(gold, pred)
     (gold_kind, golds), (pred_kind, preds) = pieces(gold), pieces(pred)
     kinds = {gold_kind, pred_kind}
@@ -205,8 +142,13 @@ def same(gold: str, pred: str) -> bool:
         return RELATION.search(gold + pred) is not None and same_math(gold, pred)
     if len(golds) != len(preds):
         return False
-    if kinds <= {"list", "set", ""} or kinds == {"union"}:
-        return same_in_any_order(golds, preds)
+    if kinds <= {"list", "set", ""} or kinds == {"union"}:  # in any order
+        for part in golds:
+            match = next((other for other in preds if same(part, other)), None)
+            if match is None:
+                return False
+            preds.remove(match)
+        return True
     return (len(kinds) == 1 or kinds == {"list", "()"}) and all(map(same, golds, preds))
 
 
@@ -217,15 +159,13 @@ def same_words(gold: str, pred: str) -> bool:
     return golds == preds or (":" in gold and long in ([*short, "am"], [*short, "pm"]))
 
 
-def same_in_any_order(golds: list[str], preds: list[str]) -> bool:
-    """Whether each gold part has an answer part of its own; both have the same length."""
-    left = list(preds)
-    for gold in golds:
-        match = next((i for i, pred in enumerate(left) if same(gold, pred)), None)
-        if match is None:
-            return False
-        del left[match]
-    return True
+def words(text: str) -> list[str]:
+    """The words of a text, without case, punctuation and final s; of a time, without leading zeros."""
+    text = re.sub(r"[A-Za-z]{2,}", lambda m: m[0].lower(), text)  # a single letter is a symbol
+    text = re.sub(r"\\text|(?<!\d)\.|\.(?!\d)", "", text)
+    text = re.sub(r"\s*:\s*", ":", re.sub(r"(?<![\d.:])0+(?=\d)", "", text))
+    found = re.sub(r"[^A-Za-z0-9:.+*/^=-]+", " ", text).split()
+    return [word.rstrip("s") if len(word) > 3 else word for word in found]
 
 
 def same_equation(gold: str, pred: str) -> bool:
@@ -242,8 +182,10 @@ def same_equation(gold: str, pred: str) -> bool:
 
 def same_value(gold: str, pred: str) -> bool:
     """Whether two expressions without commas and equals signs have the same value."""
-    if gold.endswith(r"\%") or pred.endswith(r"\%"):
-        return same_percentage(gold, pred)
+    plain = gold.removesuffix(r"\%"), pred.removesuffix(r"\%")
+    if plain != (gold, pred):  # 28\%, 28, 0.28
+        both = zip(plain, (gold, pred), strict=True)
+        return same(*plain) or same(*[text if text == all_ else rf"\frac{{{text}}}{{100}}" for text, all_ in both])
     if WITH_BASE.fullmatch(gold) or WITH_BASE.fullmatch(pred):
         (a, _, gold_base), (b, _, pred_base) = gold.partition("_"), pred.partition("_")
         return a.lower() == b.lower() and (not gold_base or not pred_base or gold_base == pred_base)
@@ -253,480 +195,135 @@ def same_value(gold: str, pred: str) -> bool:
     return a == b or ("." in gold + pred and abs(a - b) < Fraction(1, 10**6) and abs(a - b) <= abs(a) / 10**5)
 
 
-def same_percentage(gold: str, pred: str) -> bool:
-    """Whether two values of which one or both are percentages are the same: 28\\%, 28, 0.28."""
-    texts = gold, pred
-    plain = [text.removesuffix(r"\%") for text in texts]
-    exact = [value if value == text else rf"\frac{{{value}}}{{100}}" for value, text in zip(plain, texts, strict=True)]
-    return same(*plain) or same(*exact)
-
-
 @lru_cache(maxsize=1024)
 def same_math(gold: str, pred: str) -> bool:
-    """math-verify's verdict, asked only about values that are not apart as numbers."""
+    """Whether two expressions have the same value; math-verify's verdict on sets, relations and what has no value."""
     from math_verify import verify
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeout is off
     a, b = parse_math(gold), parse_math(pred)
-    if a is None or b is None or are_apart(a, b):
+    if a is None or b is None:
         return False
-    return verify(a, b, allow_set_relation_comp=True, timeout_seconds=None)
+    equal = same_where_real(a, b)
+    return verify(a, b, allow_set_relation_comp=True, timeout_seconds=None) if equal is None else equal
 
 
 @lru_cache(maxsize=1024)
 def parse_math(text: str):
-    """A normalised answer as a sympy object; None if math-verify cannot read it."""
+    """A normalised answer as a sympy object; None if it cannot be read, or its value would fill the memory."""
     import sympy
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeout is off
-    layout = NormalizationConfig(malformed_operators=True, nits=True, boxed="last")
-    boxed = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False, normalization_config=layout)
-    found = parse(rf"\boxed{{{text}}}", [boxed], fallback_mode="no_fallback", parsing_timeout=None)
-    if not found or found[0].has(sympy.nan, sympy.zoo):
+    depth = max(accumulate((char in "({[") - (char in ")}]") for char in text))
+    if depth > MAX_DEPTH or TOO_LARGE.search(text):
         return None
-    letters = {s: sympy.I if s.name == "i" else sympy.Symbol(s.name, real=True) for s in found[0].free_symbols}
-    return found[0].subs(letters) if letters else found[0]
+    cased = ConversionConfig(lowercase_symbols=False)
+    found = latex2sympy(text, is_real=True, normalization_config=None, conversion_config=cased)
+    if found.has(sympy.nan, sympy.zoo):
+        return None
+    return found.subs({symbol: sympy.I for symbol in found.free_symbols if symbol.name == "i"})
 
 
-def are_apart(a, b) -> bool:
-    """Whether two sympy expressions differ as numbers: exact ones at all, decimals by 10^-6 or 1 in 10^5."""
+def same_where_real(a, b) -> bool | None:
+    """Whether two sympy expressions have the same value wherever both are real; None if they have no value.
+
+    Exact ones must agree to 10^-20, decimals to 10^-6 and 1 in 10^5. sqrt(1/n) is 1/sqrt(n); sqrt(x^2) is not x.
+    """
     import sympy
 
     if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr):
-        return False
+        return None
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
-    point = {symbol: sympy.Rational(17 + 6 * i, 13) for i, symbol in enumerate(symbols)}
+    limit, relative = (1e-6, 1e-5) if a.has(sympy.Float) or b.has(sympy.Float) else (math.inf, 1e-20)
+    verdicts: dict[bool, list[bool]] = {True: [], False: []}  # by whether both values are real
     try:
-        x, y = a.subs(point).evalf(30), b.subs(point).evalf(30)
-        gap, size = abs(x - y), max(abs(x), abs(y))
-        if a.has(sympy.Float) or b.has(sympy.Float):
-            return bool(gap > 1e-6 or gap > 1e-5 * size)
-        return bool(gap > 1e-20 * size or gap == sympy.oo)
+        for signs in ((1, 1), (-1, -1), (1, -1))[: 3 if symbols else 1]:
+            point = {symbol: signs[i % 2] * sympy.Rational(17 + 6 * i, 13) for i, symbol in enumerate(symbols)}
+            x, y = a.subs(point).evalf(30), b.subs(point).evalf(30)
+            gap, size = abs(x - y), max(abs(x), abs(y))
+            equal = x == y or (size.is_finite and gap <= limit and gap <= relative * size)
+            verdicts[bool(x.is_real and y.is_real)].append(bool(equal))
     except MemoryError:
         raise
     except Exception:  # sympy raises anything when an expression has no value
-        return False
-
-
-# --- the parts of an answer ------------------------------------------------------------------------------------------
-
-
-def is_words(text: str) -> bool:
-    """Whether a normalised answer is compared as words: it has some, or it is a time."""
-    return r"\text{" in text or re.search(r"\d\s*:\s*\d", text) is not None
-
-
-def words(text: str) -> list[str]:
-    """The words of a text, without case, punctuation and final s; of a time, without leading zeros."""
-    text = re.sub(r"\\text|(?<!\d)\.|\.(?!\d)", "", text.lower())
-    text = re.sub(r"\s*:\s*", ":", re.sub(r"(?<![\d.:])0+(?=\d)", "", text))
-    found = re.sub(r"[^a-z0-9:.+*/^=-]+", " ", text).split()
-    return [word.rstrip("s") if len(word) > 3 else word for word in found]
-
-
-def squeeze(text: str) -> str:
-    """Without case and without the spaces that say nothing."""
-    return re.sub(r"(?<!\d) | (?!\d)", "", text.lower())
-
-
-def split(text: str, separator: str) -> list[str]:
-    """The parts between separators (a regex) that are outside of all brackets; one part if brackets do not match."""
-    parts, depth, start = [], 0, 0
-    for token in re.finditer(rf"(?P<separator>{separator})|[(\[{{]|[)\]}}]", text):
-        if token["separator"] is None:
-            depth += 1 if token[0] in "([{" else -1
-        elif depth == 0:
-            parts.append(text[start : token.start()].strip())
-            start = token.end()
-        if depth < 0:
-            return [text]
-    return [*parts, text[start:].strip()]
-
-
-def pieces(text: str) -> tuple[str, list[str]]:
-    """(kind, parts) of a list, set, pair, interval, union or matrix; ("", [text]) of anything else."""
-    if matrix := MATRIX.fullmatch(text):
-        rows = [row.split("&") for row in matrix[1].split(r"\\") if row.strip()]
-        return f"matrix of {len(rows)} rows", [cell.strip() for row in rows for cell in row]
-    union, parts = split(text, r"\\cup(?![a-zA-Z])"), split(text, "[,;]")
-    if len(union) > 1:
-        return "union", union
-    if len(parts) > 1 or re.search(r"\\pm(?![a-zA-Z])", text):
-        return "list", plus_and_minus(parts)
-    outer = BRACKETS.fullmatch(text)
-    inner = split(outer[2], "[,;]") if outer else []
-    if outer and outer[1] + outer[3] == r"\{\}":
-        return "set", plus_and_minus(inner)
-    return (outer[1] + outer[3], inner) if len(inner) > 1 else ("", [text])
-
-
-def plus_and_minus(parts: list[str]) -> list[str]:
-    r"""The parts, each \pm written out as two."""
-    signs = {part: "+-" if re.search(r"\\pm(?![a-zA-Z])", part) else "+" for part in parts}
-    return [part.replace(r"\pm", sign).lstrip("+ ") for part in parts for sign in signs[part]]
-
-
-def has_name(text: str) -> bool:
-    """Whether there is a letter that is no function or operator: x, f(2), \\theta."""
-    return re.search("[a-zA-Z]", re.sub(r"\\(?:frac|sqrt|cdot|times|div|pi|pm)(?![a-zA-Z])", "", text)) is not None
-
-
-def number(text: str) -> Fraction | None:
-    """An integer, a decimal, a repeating decimal or a fraction, exactly; None if it is something else."""
-    text = squeeze(text)
-    if match := REPEATING.fullmatch(text):
-        sign, whole, fixed, period = match.groups()
-        repeated = Fraction(int(period), 10 ** len(period) - 1) / 10 ** len(fixed)
-        return int(sign + "1") * (Fraction(f"{whole or 0}.{fixed or 0}") + repeated)
-    if not (match := NUMBER.fullmatch(text)):
         return None
-    sign, top, slash, frac_top, frac_bottom = match.groups()
-    bottom = Fraction(slash or frac_bottom or 1)
-    return Fraction(sign + (top or frac_top)) / bottom if bottom else None
+    return all(verdicts[True] or verdicts[False])
 
 
 # --- reward functions ------------------------------------------------------------------------------------------------
 
 
-def math_reward(completions: list[str], answer: list[str | None], **columns) -> list[float | None]:
-    """`grade` of each completion: 1 if its last box is the gold answer, 0 if not, None without a usable gold."""
-    return [grade(completion, gold) for completion, gold in zip(completions, answer, strict=True)]
+def math_reward(completions: list, answer: list, truncated: list | None = None, **columns) -> list[float | None]:
+    """`grade` of each completion, text or messages; 0 if it was truncated, None without a usable gold."""
+    cut = truncated or [False] * len(completions)
+    texts = ["" if is_cut else text_of(completion) for completion, is_cut in zip(completions, cut, strict=True)]
+    return [grade(text, gold) for text, gold in zip(texts, answer, strict=True)]
 
 
-def format_reward(completions: list[str], **columns) -> list[float]:
+def format_reward(completions: list, **columns) -> list[float]:
     """0.1 for exactly one box, closed and not empty: a small reward to add to another."""
-    return [0.1 * (text.count(r"\boxed") == 1 and bool((last_box(text) or "").strip())) for text in completions]
+    return [0.1 * (text.count(r"\boxed") == 1 and bool(last_box(text))) for text in map(text_of, completions)]
+
+
+def text_of(completion: str | list[dict]) -> str:
+    """The text of a completion, or the content of the last of its messages."""
+    return completion if isinstance(completion, str) else completion[-1]["content"] or ""
 
 
 def warm_up() -> None:
-    """Import math-verify and fill its parser's tables; a reward file may have such a function, called once at start."""
-    for answer in WARM_UP:
-        grade(rf"\boxed{{{answer}}}", "x^2")
+    """Import sympy and fill the parser's tables. A reward file may have such a function, called in each new worker."""
+    for text in (r"\frac{\sqrt{3}}{2}+2\pi", r"-2x^2+3xy", r"\frac{x-1}{y}", r"x^4/x^2", r"\log_2 3", r"1<x<\infty"):
+        same_math(text, "x^2")
+
+
+# --- which functions, and calling them as TRL does -------------------------------------------------------------------
 
 
 def load_rewards(spec: str) -> list[Reward]:
-    """The functions that "module:function,module:function" names; ValueError with the cure if one cannot be used."""
+    """The functions that "module:function,folder/file.py:function" names; ValueError with the cure if there is none."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # python /some/where/trainer.py looks in /some/where only
     return [load_reward(name.strip()) for name in spec.split(",")]
 
 
 def load_reward(name: str) -> Reward:
-    """The function that "module:function" names; see load_rewards."""
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
+    """The function that "module:function" or "file.py:function" names; see load_rewards."""
+    where, _, function_name = name.rpartition(":")
+    if not (where and function_name):
         raise ValueError(f"reward {name!r}: must be module:function, for example rewards:math_reward")
+    file = Path(where if where.endswith(".py") else f"{where}.py").expanduser().resolve()
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name.partition(".")[0]:
-            raise ValueError(f"reward {name}: importing {module_name} failed: {error}; install {error.name}") from error
-        where = f"put {module_name}.py into {os.getcwd()}, or correct the name"
-        raise ValueError(f"reward {name}: there is no module {module_name}; {where}") from error
+        module = load_file(file) if where.endswith(".py") else importlib.import_module(where)
     except Exception as error:
-        raise ValueError(f"reward {name}: importing {module_name} failed: {type(error).__name__}: {error}") from error
-    function = getattr(module, function_name, None)
-    if function is None:
-        raise ValueError(f"reward {name}: {module_name} has no function {function_name}; define it or correct the name")
+        if isinstance(error, FileNotFoundError) or getattr(error, "name", "") == where.partition(".")[0]:
+            near = did_you_mean(file.stem, [path.stem for path in file.parent.glob("*.py")])
+            cure = f"put {file.name} into {file.parent}, or name its path: folder/{file.name}:{function_name}"
+            raise ValueError(f"reward {name}: there is no module {where}; {near}{cure}") from error
+        cure = f"; install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
+        what = f"importing {where} failed: {type(error).__name__}: {error}{cure}"
+        raise ValueError(f"reward {name}: {what}") from error
+    if (function := getattr(module, function_name, None)) is None:
+        near = did_you_mean(function_name, [key for key, value in vars(module).items() if inspect.isfunction(value)])
+        raise ValueError(f"reward {name}: {where} has no function {function_name}; {near}define it or correct the name")
     if not callable(function):
         raise ValueError(f"reward {name}: is a {type(function).__name__}, not a function; name a function")
     return function
 
 
-# --- in the host and the workers -------------------------------------------------------------------------------------
+def load_file(path: Path) -> object:
+    """The module in a file, named by the file's path: a file of one's own may be called rewards.py, too."""
+    if str(path) not in sys.modules:
+        sys.path += [str(path.parent)] * (str(path.parent) not in sys.path)  # for what it imports from its folder
+        spec = importlib.util.spec_from_file_location(str(path), path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[str(path)] = module
+    return sys.modules[str(path)]
 
 
-def host(parent_fd: int, memory_mb: int, names: list[str]) -> None:
-    """Import the functions once, then fork and end workers as the pool asks; ends them all when the pool is gone."""
-    pool, workers, host_pid = Connection(parent_fd), set(), os.getpid()
-    try:
-        functions = [(name, load_reward(name)) for name in names]
-        for module in {sys.modules[function.__module__] for _, function in functions}:
-            getattr(module, "warm_up", lambda: None)()
-    except BaseException as error:
-        return pool.send(f"{type(error).__name__}: {error}")
-    sys.stdout.flush()  # else every worker prints it again
-    gc.freeze()  # the collector would copy what the workers share
-    pool.send(None)
-    try:
-        while True:
-            pid = pool.recv()
-            if pid is None:
-                with Connection(reduction.recv_handle(pool)) as connection:
-                    if (pid := os.fork()) == 0:
-                        pool.close()
-                        work(connection, functions, memory_mb, host_pid)
-                workers.add(pid)
-            elif pid in workers:
-                workers.remove(pid)
-                end(pid)
-            pool.send(pid)
-    except (EOFError, OSError):  # the pool was closed, or the trainer is dead
-        for pid in workers:
-            end(pid)
-
-
-def end(pid: int) -> None:
-    """Kill a worker and wait for it, so that nothing is left of it."""
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-
-def work(connection: Connection, functions: list[tuple[str, Reward]], memory_mb: int, host_pid: int) -> NoReturn:
-    """Score one completion after another until the line is closed or memory runs out."""
-    try:
-        confine(memory_mb, host_pid)
-        connection.send(None)
-        while True:
-            verdict = score_one(functions, *connection.recv())
-            sys.stdout.flush()  # what a reward function printed
-            connection.send(verdict)
-    finally:
-        os._exit(1)  # without a word and without the host's clean-up: the pool sees that the line is closed
-
-
-def confine(memory_mb: int, host_pid: int) -> None:
-    """Cap the memory at `memory_mb` above what is in use, and die with the host (Linux only)."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: also in the middle of a long computation
-    if os.getppid() != host_pid:
-        os._exit(1)
-    with open("/proc/self/statm") as file:
-        in_use = int(file.read().split()[0]) * resource.getpagesize()
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    cap = in_use + memory_mb * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (cap if hard == resource.RLIM_INFINITY else min(cap, hard), hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def score_one(functions: list[tuple[str, Reward]], completion: str, columns: dict) -> tuple[float | None, str]:
-    """(sum of the rewards, ""), the sum None if one of them is; or (None, what is wrong with which function)."""
-    arguments = {**{name: [value] for name, value in columns.items()}, "completions": [completion]}
-    total: float | None = 0.0
-    for name, function in functions:
-        try:
-            rewards = function(**arguments)
-        except MemoryError:
-            raise
-        except BaseException as error:
-            line = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})"
-            return None, f"reward {name} raised {what}; it is called with {', '.join(arguments)}"
-        if problem := what_is_wrong(rewards):
-            return None, f"reward {name} {problem}: it must return a list with one number or None for each completion"
-        total = None if total is None or rewards[0] is None else total + float(rewards[0])
-    return total, ""
-
-
-def what_is_wrong(rewards: object) -> str | None:
-    """What is wrong with the rewards of one completion; None if nothing is."""
-    if isinstance(rewards, str) or not hasattr(rewards, "__len__") or not hasattr(rewards, "__getitem__"):
-        return f"returned a {type(rewards).__name__}"
-    if len(rewards) != 1:
-        return f"returned {len(rewards)} rewards for 1 completion"
-    reward = rewards[0]
-    if reward is not None and not isinstance(reward, numbers.Real):
-        return f"returned [{reward!r}]"
-    if reward is not None and not math.isfinite(reward):
-        return f"returned {reward}"
-    return None
-
-
-# --- the pool, in the trainer ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Worker:
-    """A forked process and the line to it."""
-
-    pid: int
-    connection: Connection
-
-
-class RewardPool:
-    """Scores completions in `workers` processes; score() may be called from many threads at a time.
-
-    `functions` is one reward function or a list of them, whose rewards are summed; None from one makes the sum None.
-    A completion whose worker takes longer than `timeout_s`, dies or needs more than `memory_mb` gets 0 and is counted
-    in `timeouts`. RewardError: a function cannot run in a worker, raises or returns something else than numbers.
-    """
-
-    def __init__(
-        self,
-        functions: Reward | list[Reward],
-        workers: int = Config.reward_workers,
-        timeout_s: float = Config.reward_timeout_s,
-        memory_mb: int = Config.reward_memory_mb,
-    ):
-        functions = [functions] if callable(functions) else functions
-        self.names = [importable_name(function) for function in functions]
-        self.timeout_s, self.memory_mb = timeout_s, memory_mb
-        self.timeouts = 0
-        self.lanes, self.max_lanes = 0, workers * (1 + MAX_SLOW)
-        self.tasks: queue.SimpleQueue = queue.SimpleQueue()
-        self.closed = False
-        self.lock = threading.Lock()  # of the counters
-        self.control_lock = threading.Lock()  # of the line to the host
-        self.start_host()
-        for _ in range(workers):
-            self.add_lane()
-
-    def score(self, completions: list[str], columns: dict[str, object]) -> list[float | None]:
-        """The reward of each completion; a column is a list with one value per completion, or one value for all."""
-        futures, rows = [Future() for _ in completions], by_completion(columns, len(completions))
-        with self.lock:
-            if self.closed:
-                raise RewardError("the reward pool is closed")
-            for task in zip(futures, completions, rows, strict=True):
-                self.tasks.put(task)
-        return [future.result() for future in futures]  # comes: a lane gives every task a result within the timeout
-
-    def close(self) -> None:
-        """End all processes; what is still being scored fails."""
-        with self.lock:
-            self.closed = True
-        self.tasks.put(None)
-        with self.control_lock:
-            self.control.close()
-            stop(self.host)
-
-    def add_lane(self) -> bool:
-        """Start one more thread that scores completions; False if there are enough."""
-        with self.lock:
-            if self.lanes == self.max_lanes or self.closed:
-                return False
-            self.lanes += 1
-        threading.Thread(target=self.lane, name="rewards", daemon=True).start()
-        return True
-
-    def lane(self) -> None:
-        """Score tasks in a worker of its own until the pool is closed, or a task was so slow that a lane was added."""
-        worker, relieved = None, False
-        while not relieved and (task := self.tasks.get()) is not None:
-            future, completion, columns = task
-            try:
-                if worker and worker.connection.poll(0):  # it says something unasked: it died
-                    worker = self.end(worker)
-                worker = worker or self.fork()
-                verdict, relieved = self.ask(worker, completion, columns)
-                if verdict is None or relieved:
-                    worker = self.end(worker)
-                future.set_result(self.reward(verdict))
-            except Exception as error:  # the caller of score() raises it
-                future.set_exception(error)
-        if not relieved:
-            self.tasks.put(None)  # for the next lane
-        if worker:
-            self.end(worker)
-        with self.lock:
-            self.lanes -= 1
-
-    def ask(self, worker: Worker, completion: str, columns: dict) -> tuple[tuple | None, bool]:
-        """What score_one returns in the worker, None if it took too long or died; and whether a lane was added."""
-        relieved, deadline = False, time.monotonic() + self.timeout_s
-        try:
-            worker.connection.send((completion, columns))
-            if not worker.connection.poll(min(SLOW_S, self.timeout_s)):
-                relieved = self.add_lane()
-            if worker.connection.poll(max(0.0, deadline - time.monotonic())):
-                return worker.connection.recv(), relieved
-        except (EOFError, OSError):
-            pass
-        return None, relieved
-
-    def reward(self, verdict: tuple | None) -> float | None:
-        """The reward in a worker's verdict: 0 and counted without one; RewardError if the function is broken."""
-        if verdict is not None:
-            reward, problem = verdict
-            if problem:
-                raise RewardError(problem)
-            return reward
-        with self.lock:
-            if self.closed:
-                raise RewardError("the reward pool was closed while it scored")
-            self.timeouts += 1
-        return 0.0
-
-    def start_host(self) -> None:
-        """Start the process that forks workers, and wait until it has imported everything."""
-        self.control, theirs = Pipe()
-        paths = json.dumps([os.path.abspath(path) for path in sys.path])
-        code = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); import {__name__} as rewards; "
-        code += "rewards.host(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])"
-        with theirs:
-            fd = theirs.fileno()
-            command = [sys.executable, "-c", code, paths, str(fd), str(self.memory_mb), *self.names]
-            # In a session of its own: Ctrl-C is for the trainer.
-            self.host = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True)
-        try:
-            problem = receive(self.control)
-        except (EOFError, OSError) as error:
-            problem = f"their host died: {error!r}"
-        if problem:
-            stop(self.host)
-            raise RewardError(f"the reward workers cannot start: {problem}")
-
-    def fork(self) -> Worker:
-        """A new worker, ready; the host is started again if it died."""
-        problem = None
-        for _ in range(2):
-            ours, theirs = Pipe()
-            try:
-                with theirs:
-                    pid = self.fork_with(theirs)
-                receive(ours)
-                return Worker(pid, ours)
-            except (EOFError, OSError) as error:  # the host died this moment
-                problem = error
-        raise RewardError(f"no reward worker can be started, is there memory left? {problem!r}")
-
-    def fork_with(self, line: Connection) -> int:
-        """The pid of a new worker that has the other end of a line."""
-        with self.control_lock:
-            if self.closed:
-                raise RewardError("the reward pool is closed")
-            if self.host.poll() is not None:
-                self.start_host()
-            self.control.send(None)
-            reduction.send_handle(self.control, line.fileno(), self.host.pid)
-            return receive(self.control)
-
-    def end(self, worker: Worker) -> None:
-        """Kill a worker."""
-        worker.connection.close()
-        try:
-            with self.control_lock:
-                self.control.send(worker.pid)
-                receive(self.control)
-        except (EOFError, OSError):
-            pass  # the host is dead, and its workers with it
-
-
-def by_completion(columns: dict[str, object], num_completions: int) -> list[dict]:
-    """The columns as one dict for each completion; ValueError if a list has another length."""
-    full = {name: v if isinstance(v, list | tuple) else [v] * num_completions for name, v in columns.items()}
-    for name, values in full.items():
-        if len(values) != num_completions:
-            raise ValueError(f"column {name} has {len(values)} values for {num_completions} completions")
-    return [{name: values[i] for name, values in full.items()} for i in range(num_completions)]
-
-
-def receive(connection: Connection) -> object:
-    """The next message; EOFError if there is none for START_TIMEOUT_S, or never will be."""
-    if not connection.poll(START_TIMEOUT_S):
-        raise EOFError(f"no answer for {START_TIMEOUT_S:.0f} s")
-    return connection.recv()
-
-
-def stop(process: subprocess.Popen) -> None:
-    """Wait for a process whose line was closed; kill it if it does not end."""
-    try:
-        process.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def did_you_mean(name: str, names: list[str]) -> str:
+    """A question about the name that is most like it, or nothing."""
+    return "".join(f"did you mean {near}? " for near in difflib.get_close_matches(name, names, 1))
 
 
 def importable_name(function: Reward) -> str:
@@ -736,6 +333,207 @@ def importable_name(function: Reward) -> str:
         cure = "define it with def at the top level of a file of its own, such as my_rewards.py"
         raise ValueError(f"reward function {name}: the reward workers cannot import it; {cure}")
     return f"{module}:{name}"
+
+
+def arguments(function: Reward, completions: list[str], columns: dict[str, list]) -> dict:
+    """What TRL calls a function with: messages if the prompts are, and only what it names if it has no **columns."""
+    loggers = dict.fromkeys(("log_extra", "log_metric"), lambda *args: None)
+    given = {**loggers, **columns, "completions": completions}
+    prompts = columns.get("prompts")
+    if prompts and isinstance(prompts[0], list):  # chat; what the prompt has begun of the answer is part of it
+        begun = [prompt[-1]["content"] if prompt[-1]["role"] == "assistant" else "" for prompt in prompts]
+        texts = map("".join, zip(begun, completions, strict=True))
+        given["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return given
+    return {parameter.name: given[parameter.name] for parameter in parameters if parameter.name in given}
+
+
+def call(name: str, completions: list[str], columns: dict[str, list]) -> tuple[list[float | None] | None, str, str]:
+    """(rewards, "", "") of a group, or (None, what is wrong with the function, its traceback)."""
+    given, returned = {}, None
+    try:
+        function = load_reward(name)
+        given = arguments(function, completions, columns)
+        returned = function(**given)
+        returned = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+        rewards = [None if reward is None else float(reward) for reward in returned]
+    except MemoryError:
+        raise
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((frame for frame in frames[::-1] if frame.filename != __file__), frames[-1])
+        what = f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})"
+        what += f", having returned {returned!r:.100}" if returned is not None else ""
+        return None, f"reward {name} raised {what}; it is called with {', '.join(given)}", traceback.format_exc()
+    if len(rewards) == len(completions) and all(reward is None or math.isfinite(reward) for reward in rewards):
+        return rewards, "", ""
+    what = f"returned {rewards} for {len(completions)} completions: it must be one number or None for each"
+    return None, f"reward {name} {what}", ""
+
+
+def try_rewards(functions: list[Reward], prompt: str | list[dict], columns: dict[str, object]) -> str:
+    """Why a run with these rewards would stop at its first group, or "": calls them here, for one row of the dataset.
+
+    The two completions are made up; a function that scores one of them is good enough.
+    """
+    texts = [rf"So the answer is \boxed{{{columns.get('answer')}}}.", "I do not know."]
+    given = {key: [value] * 2 for key, value in columns.items()}
+    given |= {"prompts": [prompt] * 2, "completion_ids": [[0], [0]], "truncated": [False, False]}
+    for name in map(importable_name, functions):
+        problem = call(name, texts, given)[1]
+        if problem and all(call(name, [text], {key: v[:1] for key, v in given.items()})[1] for text in texts):
+            return problem
+    return ""
+
+
+# --- in a worker -----------------------------------------------------------------------------------------------------
+
+
+def begin(names: list[str]) -> None:
+    """Import the functions, then cap the memory above what is in use; die with the trainer (on Linux)."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a long computation at once, which a handler does not
+    if hasattr(libc := ctypes.CDLL(None), "prctl"):
+        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != multiprocessing.parent_process().pid:
+        os._exit(1)
+    with contextlib.suppress(Exception):  # told when the function is called
+        for module in {sys.modules[load_reward(name).__module__] for name in names}:
+            getattr(module, "warm_up", lambda: None)()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if (statm := Path("/proc/self/statm")).exists():
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        cap = int(statm.read_text().split()[0]) * resource.getpagesize() + REWARD_MEMORY_MB * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (cap if hard == resource.RLIM_INFINITY else min(cap, hard), hard))
+
+
+def work(name: str, group: bytes) -> tuple[list[float | None] | None, str, str]:
+    """`call`, for a pickled (completions, columns)."""
+    try:
+        return call(name, *pickle.loads(group))
+    except MemoryError:
+        os._exit(1)  # nothing works well in it any more
+    finally:
+        sys.stdout.flush()  # what a reward function printed
+
+
+# --- the pool, in the trainer ----------------------------------------------------------------------------------------
+
+
+class RewardPool:
+    """Scores groups in `workers` processes; may be called from many threads at a time.
+
+    A completion whose worker takes longer than `timeout_s`, dies or needs more than REWARD_MEMORY_MB gets 0 and counts
+    in `timeouts`; one on which a function fails gets None from it and counts in `failed`. RewardError: the first group
+    fails whole, or nearly all of the last 100 completions do.
+    """
+
+    def __init__(
+        self,
+        functions: Reward | list[Reward],
+        workers: int = Config.reward_workers,
+        timeout_s: float = Config.reward_timeout_s,
+        weights: list[float] | None = None,
+    ):
+        specs = [importable_name(function) for function in ([functions] if callable(functions) else functions)]
+        short = [spec.rpartition(":")[2] for spec in specs]
+        names = [f"{name}_{short[:i].count(name) + 1}" if name in short[:i] else name for i, name in enumerate(short)]
+        self.specs = dict(zip(names, specs, strict=True))  # by the name for metrics
+        self.workers, self.timeout_s, self.weights = workers, timeout_s, list(weights or [1.0] * len(specs))
+        if len(self.weights) != len(specs):
+            raise ValueError(f"{len(self.weights)} reward weights for {len(specs)} rewards: give one for each")
+        self.timeouts = self.failed = 0  # completions
+        self.recent = {name: deque(maxlen=100) for name in names}  # whether the function failed
+        self.closed, self.lock = False, threading.Lock()
+        self.pool = self.start()
+
+    def start(self) -> pebble.ProcessPool:
+        """A new pool of processes, which start at once."""
+        main = sys.modules["__main__"]
+        main.__spec__ = main.__spec__ or ModuleSpec("__main__", None)  # else each worker imports the trainer's script
+        context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+        specs = list(self.specs.values())
+        pool = pebble.ProcessPool(self.workers, initializer=begin, initargs=[specs], context=context)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited: Ctrl-C is for the trainer
+        pool.schedule(int)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return pool
+
+    def score(self, completions: list[str], columns: dict[str, object]) -> list[float | None]:
+        """The weighted sum of the rewards of each completion; see `scores`."""
+        return total(self.scores(completions, columns), self.weights)
+
+    def scores(self, completions: list[str], columns: dict[str, object]) -> dict[str, list[float | None]]:
+        """The rewards of one group by each function; a column is a list with one value for each, or one for all.
+
+        Columns besides the dataset's: `prompts`, `completion_ids`, `truncated`. If prompts are lists of messages,
+        completions reach the functions as messages.
+        """
+        size = len(completions)
+        full = {name: list(v) if isinstance(v, list | tuple) else [v] * size for name, v in columns.items()}
+        for name in full:
+            if len(full[name]) != size:
+                raise ValueError(f"column {name} has {len(full[name])} values for {size} completions")
+        return {name: self.scores_of(name, completions, full) if size else [] for name in self.specs}
+
+    def scores_of(self, name: str, completions: list[str], columns: dict[str, list]) -> list[float | None]:
+        """One function's rewards: of the group at once, or else of each completion alone."""
+        answer = self.ask(name, completions, columns)
+        if answer[0] is not None or len(completions) == 1:
+            answers = [answer] if answer[0] is None else [([reward], "", "") for reward in answer[0]]
+        else:
+            rows = [{key: values[i : i + 1] for key, values in columns.items()} for i in range(len(completions))]
+            with ThreadPoolExecutor(len(rows)) as threads:
+                answers = list(threads.map(lambda text, row: self.ask(name, [text], row), completions, rows))
+        failures = [(problem, trace) for _, problem, trace in answers if problem]
+        with self.lock:
+            recent, first = self.recent[name], not self.recent[name]
+            recent.extend(bool(problem) for _, problem, _ in answers)
+            said, self.failed = self.failed, self.failed + len(failures)
+            self.timeouts += sum(rewards is None and not problem for rewards, problem, _ in answers)
+        if failures and ((first and len(failures) == len(answers)) or sum(recent) > 95):
+            raise RewardError(failures[0][0])
+        if failures and not said:
+            print(f"{failures[0][0]}; such completions cannot be scored\n{failures[0][1]}", flush=True)
+        return [rewards[0] if rewards else None if problem else 0.0 for rewards, problem, _ in answers]
+
+    def ask(self, name: str, completions: list[str], columns: dict[str, list]) -> tuple:
+        """What `call` returns in a worker; (None, "", "") if it took too long or died."""
+        group = pickle.dumps((completions, columns))
+        for _ in range(3):
+            with self.lock:
+                if self.closed:
+                    raise RewardError("the reward pool is closed")
+                if not self.pool.active:  # its workers were killed while they were idle
+                    self.pool.join()
+                    self.pool = self.start()
+                pool = self.pool
+                future = pool.schedule(work, [self.specs[name], group], timeout=self.timeout_s)
+            while not future.done() and pool.active:
+                wait([future], timeout=1.0)
+            error = future.exception() if future.done() else BrokenProcessPool()
+            if isinstance(error, pebble.ProcessExpired | TimeoutError):
+                return None, "", ""
+            if not isinstance(error, BrokenProcessPool):
+                return future.result()
+        raise RewardError("the reward workers cannot start, or are killed as soon as they do: is there memory left?")
+
+    def close(self) -> None:
+        """End all processes; what is still being scored fails."""
+        with self.lock:
+            self.closed = True
+        self.pool.stop()
+        self.pool.join()
+
+
+def total(scores: dict[str, list[float | None]], weights: list[float]) -> list[float | None]:
+    """The weighted sum of each completion's rewards that are not None; None if all are."""
+    rows = [
+        [reward * weight for reward, weight in zip(row, weights, strict=True) if reward is not None]
+        for row in zip(*scores.values(), strict=True)
+    ]
+    return [sum(row) if row else None for row in rows]
 
 
 if __name__ == "__main__":

@@ -16,15 +16,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
+from hashlib import sha256
+from typing import Any
 
 import requests
 
 from bucket import Policy
-from config import Config, flag, fresh_samples, queue_size
-from rewards import RewardPool
+from config import Config, fresh_samples, queue_size
+from prompts import Prompt
+from rewards import RewardPool, total
+
+MAX_FAILED_GROUPS = 20  # in a row without two usable completions, before the run stops
+FOLLOW_EVERY_S = 0.5  # between two looks at how many replicas are ready
 
 
 @dataclass(frozen=True)
@@ -34,19 +39,14 @@ class Rollout:
     group: int  # number of the group: rollouts of one group share their prompt
     prompt: list[int]  # token ids (P,)
     completion: list[int]  # token ids (T,), never empty; the eos is one of them
-    old_logprobs: list[float]  # (T,) of the completion under the policy that sampled it
+    old_logprobs: list[float]  # (T,) of the completion under the policy that sampled it; nan: not trained on
     reward: float | None  # None: unscorable (no usable gold), never trained on
     advantage: float  # reward relative to the group
     version: int  # policy version that sampled it
     truncated: bool = False  # cut by max_completion_tokens
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One row of the dataset: token ids, and all columns for the reward, `answer` among them."""
-
-    ids: list[int]
-    columns: dict
+    text: str = ""
+    gold: Any = None
+    scores: dict[str, float | None] = field(default_factory=dict)  # of each reward function
 
 
 @dataclass(frozen=True)
@@ -63,75 +63,7 @@ class RolloutError(Exception):
     """Generation cannot go on, or one group could not be generated; the message says what to do."""
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
-
-
-def nested(row: dict, path: str):
-    """The value under a dotted path such as `reward_model.ground_truth`; KeyError if it is not there."""
-    if path in row:
-        return row[path]
-    for part in path.split("."):
-        row = row[part] if isinstance(row, dict) else {}[part]
-    return row
-
-
-def load_rows(cfg: Config) -> list[dict]:
-    """Rows of a local .jsonl or .parquet file or of a Hub dataset."""
-    import datasets  # takes seconds to import; only the trainer needs it
-
-    datasets.disable_progress_bars()
-    suffix = Path(cfg.dataset).suffix
-    try:
-        if suffix in (".jsonl", ".json", ".parquet"):
-            kind = "parquet" if suffix == ".parquet" else "json"
-            return datasets.load_dataset(kind, data_files=cfg.dataset, split="train").to_list()
-        return datasets.load_dataset(cfg.dataset, split=cfg.dataset_split).to_list()
-    except Exception as error:  # the kinds are many: the library's own, the Hub's, pyarrow's
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"--dataset {cfg.dataset}: cannot be read, as a file or from the Hub: {reason}") from error
-
-
-def load_prompts(cfg: Config, tokenizer) -> tuple[list[Prompt], int]:
-    """Tokenized prompts that leave room for a whole completion, and how many did not; ValueError names the flag."""
-    prompts, rows = [], load_rows(cfg)
-    for number, row in enumerate(rows, 1):
-        text, answer = (cell(row, number, name, cfg) for name in ("prompt_column", "answer_column"))
-        try:
-            ids = encode_prompt(tokenizer, text)
-        except Exception as error:  # templates raise kinds of their own
-            raise ValueError(f"--prompt-column {cfg.prompt_column}: row {number} of {cfg.dataset}: {error}") from error
-        if len(ids) + cfg.max_completion_tokens <= cfg.max_model_len:
-            prompts.append(Prompt(ids, {**row, "answer": None if answer is None else str(answer)}))
-    if not prompts:
-        raise ValueError(
-            f"none of the {len(rows)} prompts of {cfg.dataset} leaves room for {cfg.max_completion_tokens} new tokens: "
-            f"raise --max-model-len {cfg.max_model_len}"
-        )
-    return prompts, len(rows) - len(prompts)
-
-
-def cell(row: dict, number: int, name: str, cfg: Config):
-    """What a row (the number-th) has in the column that a field of the configuration names; or ValueError."""
-    try:
-        return nested(row, getattr(cfg, name))
-    except KeyError:
-        raise ValueError(
-            f"{flag(name)} {getattr(cfg, name)}: row {number} of dataset {cfg.dataset} has {', '.join(row)}"
-        ) from None
-
-
-def encode_prompt(tokenizer, prompt: str | list[dict]) -> list[int]:
-    """Token ids of a text, or of chat messages through the tokenizer's template with the assistant's turn opened.
-
-    Raises ValueError for anything else, and for messages if the tokenizer has no template.
-    """
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    if not isinstance(prompt, list):
-        raise ValueError(f"{prompt!r} is neither text nor a list of chat messages")
-    if not tokenizer.chat_template:
-        raise ValueError("chat messages need a model with a chat template: give text, or name an instruct model")
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+# --- which prompt comes next ----------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=2)
@@ -231,9 +163,9 @@ def completion_request(prompt: Prompt, policy: Policy, cfg: Config) -> dict:
         "n": cfg.group_size,
         "max_tokens": cfg.max_completion_tokens,
         "temperature": cfg.temperature,
-        "top_p": cfg.top_p,
-        "top_k": cfg.top_k,
-        "min_p": cfg.min_p,
+        "top_p": 1,
+        "top_k": 0,
+        "min_p": 0,
         "repetition_penalty": 1.0,
         "logprobs": 0,  # the sampled token's logprob only
         "return_token_ids": True,
@@ -241,15 +173,15 @@ def completion_request(prompt: Prompt, policy: Policy, cfg: Config) -> dict:
 
 
 def usable_choices(body: dict) -> list[Choice]:
-    """The choices that can be trained on: finished or cut, with a finite logprob for every token."""
+    """The choices that can be trained on: finished or cut; a token without a logprob gets nan, and is masked."""
     choices = []
     for choice in body["choices"]:
         ids = choice.get("token_ids")
         if ids is None:
             raise RolloutError("the replica returned no token_ids: it needs vLLM >= 0.10 (return_token_ids)")
-        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        finite = all(value is not None and math.isfinite(value) for value in logprobs)
-        if choice["finish_reason"] in ("stop", "length") and ids and len(ids) == len(logprobs) and finite:
+        logprobs = [math.nan if p is None else p for p in (choice.get("logprobs") or {}).get("token_logprobs") or []]
+        some = any(map(math.isfinite, logprobs))
+        if choice["finish_reason"] in ("stop", "length") and ids and len(ids) == len(logprobs) and some:
             choices.append(Choice(ids, logprobs, choice["text"], choice["finish_reason"] == "length"))
     return choices
 
@@ -275,11 +207,13 @@ class Sampler:
         cursor: PromptCursor,
         policy: Callable[[], Policy],  # the newest one
         pool: RewardPool,
-        reload: Callable[[Policy], None] = lambda policy: None,  # called if the proxy does not know the newest policy
+        reload: Callable[[Policy], None],  # called if the proxy does not know the newest policy
     ):
         self.cfg, self.prompts, self.cursor, self.policy, self.pool = cfg, prompts, cursor, policy, pool
         self.reload = reload
         self.proxy = f"http://{cfg.host}:{cfg.port}"
+        content = repr([(prompt.ids, prompt.columns["answer"]) for prompt in prompts])
+        self.fingerprint = sha256(content.encode()).hexdigest()[:16]  # of the dataset, for a resumed run to compare
         self.queue = GroupQueue(queue_size(cfg))
         self.stopped = threading.Event()
         self.error: BaseException | None = None  # what ended the sampling; the trainer looks
@@ -287,11 +221,28 @@ class Sampler:
         self.num_ready = 0  # replicas, as the proxy last said
         self.num_threads = 0
         self.inflight = 0  # completions
-        self.generated_tokens = 0
-        self.rejected = 0  # completions that could not be used (aborted, without tokens or logprobs)
-        self.failed_groups = 0
-        self.failed_in_a_row = 0
-        self.dropped_stale = 0  # completions
+        self.failed_in_a_row = 0  # groups
+        self.counts = dict.fromkeys(("generated_tokens", "rejected", "failed_groups", "dropped_stale"), 0)
+
+    def totals(self) -> dict[str, float]:
+        """Metrics that count from the start of this attempt."""
+        return {
+            "rollout/generated_tokens_total": self.counts["generated_tokens"],
+            "rollout/rejected_total": self.counts["rejected"],  # aborted, or without tokens or logprobs
+            "rollout/failed_groups_total": self.counts["failed_groups"],
+            "sample/dropped_stale_total": self.counts["dropped_stale"],
+            "rewards/timeouts": self.pool.timeouts,
+            "rewards/failed": self.pool.failed,
+        }
+
+    def gauges(self) -> dict[str, float]:
+        """Metrics of this moment."""
+        return {
+            "rollout/backpressure_s": self.queue.take_backpressure_s(),
+            "rollout/inflight": self.inflight,
+            "rollout/inflight_limit": self.num_ready * self.cfg.inflight_per_replica,
+            "sample/queue_size": self.queue.num_samples,
+        }
 
     def start(self) -> None:
         """Begin to sample from `policy()`; returns at once."""
@@ -319,7 +270,7 @@ class Sampler:
                 groups.append(group)
                 dropped_in_a_row = 0
                 continue
-            self.dropped_stale += len(group)
+            self.counts["dropped_stale"] += len(group)
             dropped_in_a_row += 1
             self.cursor.done([group[0].group])
             if dropped_in_a_row == num_groups and self.cfg.max_staleness:  # with 0 that is how it goes
@@ -332,10 +283,13 @@ class Sampler:
 
     def _follow_replicas(self) -> None:
         """Let the number of threads and slots follow the number of ready replicas."""
-        per_replica = self.cfg.inflight_per_replica // self.cfg.group_size + self.cfg.reward_workers
+        per_replica, session = (
+            self.cfg.inflight_per_replica // self.cfg.group_size + self.cfg.reward_workers,
+            own_session(),
+        )
         while not self.stopped.is_set():
             try:
-                ready = requests.get(self.proxy + "/proxy/stats", timeout=5).json()["ready"]
+                ready = session.get(self.proxy + "/proxy/stats", timeout=5).json()["ready"]
             except (requests.RequestException, ValueError, KeyError):
                 ready = self.num_ready  # the proxy is being restarted: requests wait for it by themselves
             with self.slots:
@@ -344,11 +298,11 @@ class Sampler:
             while self.num_threads < ready * per_replica:
                 threading.Thread(target=self._run, name=f"sampler-{self.num_threads}", daemon=True).start()
                 self.num_threads += 1
-            self.stopped.wait(self.cfg.health_every_s)
+            self.stopped.wait(FOLLOW_EVERY_S)
 
     def _run(self) -> None:
         try:
-            with requests.Session() as session:
+            with own_session() as session:
                 while not self.stopped.is_set():
                     self._sample_one(session)
         except BaseException as error:
@@ -396,12 +350,12 @@ class Sampler:
             return
         self.cursor.done([group])
         with self.slots:
-            self.failed_groups += 1
+            self.counts["failed_groups"] += 1
             self.failed_in_a_row += 1
-            too_many = self.failed_in_a_row >= self.cfg.max_failed_groups
+            too_many = self.failed_in_a_row >= MAX_FAILED_GROUPS
         print(f"rollouts: group {group} failed: {reason}", flush=True)
         if too_many:
-            raise RolloutError(f"{self.cfg.max_failed_groups} groups in a row failed; the last one: {reason}")
+            raise RolloutError(f"{MAX_FAILED_GROUPS} groups in a row failed; the last one: {reason}")
 
     def _generate(self, session: requests.Session, prompt: Prompt) -> tuple[int, list[Choice]]:
         """The usable completions of one prompt and the version that sampled them; RolloutError when given up."""
@@ -412,8 +366,8 @@ class Sampler:
             if verdict == "ok":
                 choices = usable_choices(answer.json())
                 with self.slots:
-                    self.generated_tokens += sum(len(choice.ids) for choice in choices)
-                    self.rejected += self.cfg.group_size - len(choices)
+                    self.counts["generated_tokens"] += sum(len(choice.ids) for choice in choices)
+                    self.counts["rejected"] += self.cfg.group_size - len(choices)
                 return policy.version, choices
             if verdict == "fatal":
                 self.error = RolloutError(f"the proxy refused a request: {answer}: check HF_TOKEN")
@@ -438,20 +392,36 @@ class Sampler:
         return verdict, response if verdict == "ok" else f"{response.status_code} {response.text[:500]}"
 
     def _score(self, group: int, prompt: Prompt, version: int, choices: list[Choice]) -> list[Rollout]:
-        """Rollouts with rewards; a truncated completion scores 0 without being looked at."""
-        finished = [choice for choice in choices if not choice.truncated]
-        columns = {name: [value] * len(finished) for name, value in prompt.columns.items()}
-        scores = iter(self.pool.score([choice.text for choice in finished], columns) if finished else [])
+        """Rollouts with rewards, by functions that get the whole group at once, as in TRL."""
+        num, columns = len(choices), {name: value for name, value in prompt.columns.items() if name != "prompt"}
+        columns = {name: [value] * num for name, value in columns.items()}
+        columns |= {"prompts": [prompt.columns["prompt"]] * num, "completion_ids": [choice.ids for choice in choices],
+                    "truncated": [choice.truncated for choice in choices]}  # fmt: skip
+        scores = self.pool.scores([choice.text for choice in choices], columns) if choices else {}
+        rewards = total(scores, self.pool.weights)
+        if self.cfg.truncated != "score":
+            instead = 0.0 if self.cfg.truncated == "zero" else None
+            rewards = [instead if c.truncated else reward for c, reward in zip(choices, rewards, strict=True)]
         return [
             Rollout(
                 group=group,
                 prompt=prompt.ids,
                 completion=choice.ids,
                 old_logprobs=choice.logprobs,
-                reward=0.0 if choice.truncated else next(scores),
+                reward=rewards[i],
                 advantage=0.0,
                 version=version,
                 truncated=choice.truncated,
+                text=choice.text,
+                gold=prompt.columns["answer"],
+                scores={name: values[i] for name, values in scores.items()},
             )
-            for choice in choices
+            for i, choice in enumerate(choices)
         ]
+
+
+def own_session() -> requests.Session:
+    """A session for the proxy, which is on this machine: a proxy variable such as HTTP_PROXY is not for it."""
+    session = requests.Session()
+    session.trust_env = False
+    return session

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import requests
 
-import toy
 from benches.figures import figure
 from config import LOCAL, flag
+from offline import toy
 from tests import fake_hub
-from tests.conftest import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = next(iter(fake_hub.TOKENS))
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         local_s = timed([sys.executable, str(ROOT / "launch.py"), "--local", "--run=demo", f"--bucket={directory}",
-                         "--port=0", steps])  # fmt: skip
+                         steps])  # fmt: skip
         hub = subprocess.Popen([sys.executable, fake_hub.__file__, str(directory / "hub")], stdout=subprocess.PIPE,
                                text=True)  # fmt: skip
         try:
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> list[dict]:
             bucket = directory / "hub" / "buckets" / "alice" / "grpo-lora"
             shutil.copytree(toy.cached_model(), bucket / "toy")
             launch = [sys.executable, fake_hub.__file__, "launch", "--run=demo", "--model=/lora/toy",
-                      "--dataset=/lora/toy/train.jsonl", f"--port={free_port()}", steps]  # fmt: skip
+                      "--dataset=/lora/toy/train.jsonl", steps]  # fmt: skip
             same = [f"{flag(key)}={value}" for key, value in LOCAL.items() if key not in ("model", "dataset", "bucket")]
             same = [text for text in same if not text.startswith("--max-steps=")]
             hub_s = timed([*launch, *same], **env)

@@ -108,11 +108,13 @@ async def drive(urls: list[str], num_inflight: int, num_requests: int, n: int) -
     async def worker(url: str) -> None:
         nonlocal errors
         host, port = url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=2**22)
+        writer = None
         for turn, i in enumerate(todo):
             prompt = [random.randrange(500) for _ in range(128)]
             body = json.dumps({"model": "base", "prompt": prompt, "n": n, "user": str(i)}).encode()
             start = time.perf_counter()
+            if writer is None:
+                reader, writer = await asyncio.open_connection(host, int(port), limit=2**22)
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
                          b"Content-Length: %d\r\n\r\n" % len(body) + body)  # fmt: skip
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
@@ -121,7 +123,9 @@ async def drive(urls: list[str], num_inflight: int, num_requests: int, n: int) -
             if turn:
                 over_s.append(time.perf_counter() - start - float(headers.get("x-delay-s", 0)))
             errors += " 200 " not in head[0]
-        writer.close()
+            if headers.get("connection") == "close":
+                writer.close()
+                writer = None
 
     ended = await asyncio.gather(*(worker(urls[i % len(urls)]) for i in range(num_inflight)), return_exceptions=True)
     return over_s, errors + sum(isinstance(end, BaseException) for end in ended)
@@ -195,7 +199,7 @@ def saturation_figures(bucket: str, against: str) -> list[dict]:
 
 
 def start_fake(port: int = 0) -> tuple[subprocess.Popen, str]:
-    command = [sys.executable, fake_replica.__file__, f"--port={port}", "--latency-s", "2", "6", "--context=4096"]
+    command = [sys.executable, fake_replica.__file__, f"--port={port}", "--latency-s", "2", "6"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     return process, process.stdout.readline().split()[-1]
 

@@ -11,7 +11,7 @@ from benches.figures import figure
 
 SANITY_SET = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "sanity_math_1460.jsonl"
 WORKING = "Let us call the unknown $x$. Then $\\frac{x}{2} + 3 = 7$ and so on, as the problem says.\n" * 20
-HANGS, EATS_MEMORY = "9^{9^{9^9}}", r"\lfloor 2^{2^{40}} \rfloor"
+HANGS, EATS_MEMORY = "a completion that hangs", "a completion that eats memory"
 
 
 def sanity_groups(path: Path, group_size: int) -> list[tuple[list[str], str]]:
@@ -23,6 +23,14 @@ def sanity_groups(path: Path, group_size: int) -> list[tuple[list[str], str]]:
         answers = [gold] * half + [golds[(i + k) % len(golds)] for k in range(1, group_size - half + 1)]
         groups.append(([f"{WORKING}The answer is $\\boxed{{{answer}}}$." for answer in answers], gold))
     return groups
+
+
+def hostile(completions: list[str], **columns) -> list[float | None]:
+    """math_reward, but some completions hang or eat all memory, as symbolic algebra can."""
+    hoard = []
+    while HANGS in completions or EATS_MEMORY in completions:
+        hoard += [bytearray(2**24)] if EATS_MEMORY in completions else []
+    return rewards.math_reward(completions, **columns)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +46,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     num_scored = sum(len(completions) for completions, _ in groups)
     pool = rewards.RewardPool(rewards.math_reward, workers=args.workers, timeout_s=args.timeout_s)
 
+    pool.score(*groups[0][:1], {"answer": "0"})  # waits until the workers have started
     start = time.perf_counter()
     with ThreadPoolExecutor(8) as threads:  # as rollouts do: several groups at a time
         scored = list(threads.map(lambda group: pool.score(group[0], {"answer": group[1]}), groups))
@@ -56,10 +65,12 @@ def run(args: argparse.Namespace) -> list[dict]:
         rewards_of[4] == 1 and rewards.normalise(gold) != rewards.normalise(other) for gold, other, rewards_of in others
     )
 
-    bad = [HANGS] * 5 + [EATS_MEMORY] * 2
-    answers = [str(i) for i in range(20)]
-    completions = [rf"\boxed{{{answer}}}" for answer in bad + answers]
+    pool.close()
+
+    pool = rewards.RewardPool(hostile, workers=args.workers, timeout_s=args.timeout_s)
+    bad, answers = [HANGS] * 5 + [EATS_MEMORY] * 2, [str(i) for i in range(20)]
     begin = time.perf_counter()
+    completions = bad + [rf"\boxed{{{answer}}}" for answer in answers]
     among_bad = pool.score(completions, {"answer": ["5"] * len(bad) + answers})
     among_bad_s = time.perf_counter() - begin
     pool.close()
@@ -70,8 +81,8 @@ def run(args: argparse.Namespace) -> list[dict]:
         figure("golds of the sanity set, boxed, that score 1", num_right, num_golds, "", True),
         figure("next problem's gold scored 1, where they differ", false_positives, 0),
         figure("right among 5 that hang and 2 that eat memory", among_bad[len(bad) :].count(1.0), 20, "", True),
-        figure("that group's time", among_bad_s, args.timeout_s + 2, "s", timeouts=pool.timeouts),
-        figure("completions per second", num_scored / seconds, 300, "/s", True, workers=args.workers,
+        figure("that group's time", among_bad_s, 5 * args.timeout_s, "s", timeouts=pool.timeouts),
+        figure("completions per second", num_scored / seconds, 2000, "/s", True, workers=args.workers,
                math_verify_frac=math_verify_share(groups), p50_ms=latencies_ms[len(latencies_ms) // 2],
                p99_ms=latencies_ms[int(0.99 * len(latencies_ms))]),
     ]  # fmt: skip

@@ -17,12 +17,12 @@ import requests
 import torch
 
 import bucket
-import toy
 import trainer
 from benches.bench_proxy import start_proxy
 from benches.bench_trainer import toy_rollouts
 from benches.figures import figure
 from config import LOCAL, Config
+from offline import toy
 from tests.conftest import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,8 +39,8 @@ def start_replica(model: Path, lag_s: float) -> tuple[subprocess.Popen, str]:
     """A stub replica that sees adapters lag_s late, and its URL."""
     port = free_port()
     env = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
-    command = [sys.executable, str(ROOT / "stub_vllm.py"), f"--model={model}", f"--port={port}", "--enable-lora",
-               "--max-lora-rank=8", "--max-loras=6", f"--hidden-s={lag_s}"]  # fmt: skip
+    command = [sys.executable, str(ROOT / "offline/stub_vllm.py"), f"--model={model}", f"--port={port}",
+               "--enable-lora", "--max-lora-rank=8", "--max-loras=6", f"--hidden-s={lag_s}"]  # fmt: skip
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     for _ in range(600):
         try:
@@ -51,24 +51,13 @@ def start_replica(model: Path, lag_s: float) -> tuple[subprocess.Popen, str]:
     raise TimeoutError("the stub replica did not start within a minute")
 
 
-class SlowPublisher(bucket.Publisher):
-    """The real publisher on a bucket that takes write_s for an adapter."""
-
-    write_s = 0.0
-
-    def _write(self, policy: bucket.Policy, tensors: dict) -> None:
-        time.sleep(self.write_s)
-        super()._write(policy, tensors)
-
-
 def stalls(cfg: Config, model, rollouts: list, args: argparse.Namespace, wait: bool) -> tuple[list[float], float, int]:
     """Train for train_s: seconds that each sync held the trainer up, wall clock, and number of publishes."""
     optimizer = trainer.optimizer_for(model, cfg)
-    directory = Path(cfg.bucket) / ("waiting" if wait else "background")
+    directory = Path(cfg.bucket) / "sync"  # the second way is a second attempt: a proxy serves one run
     lease = bucket.claim(directory, cfg)
     shapes = {name: tuple(p.shape) for name, p in trainer.lora_parameters(model).items()}
-    publisher = SlowPublisher(directory, lease, cfg, trainer.adapter_config(model), shapes)
-    publisher.write_s = args.write_s
+    publisher = bucket.Publisher(directory, lease, cfg, trainer.adapter_config(model), shapes)
     taken, step, began = [], 0, time.perf_counter()
     while time.perf_counter() - began < args.train_s:
         trainer.policy_gradient(model, rollouts, cfg)
@@ -76,7 +65,7 @@ def stalls(cfg: Config, model, rollouts: list, args: argparse.Namespace, wait: b
         step += 1
         sync_began = time.perf_counter()
         if wait or not publisher.worker.busy:  # as Run.publish_if_due
-            snapshot = (step, trainer.numpy_state(model), trainer.canary(model, rollouts, cfg))
+            snapshot = (step, trainer.adapter_state(model), trainer.canary(model, rollouts[0], cfg))
             publisher.publish(*snapshot) if wait else publisher.submit(*snapshot)
             taken.append(time.perf_counter() - sync_began)
     wall_s = time.perf_counter() - began
@@ -88,14 +77,21 @@ def stalls(cfg: Config, model, rollouts: list, args: argparse.Namespace, wait: b
 def run(args: argparse.Namespace) -> list[dict]:
     """In the background, and waiting for every load, in one run."""
     torch.set_num_threads(1)
+    write_files = bucket.write_files
+
+    def write_slowly(directory: Path, files: dict[str, bytes]) -> None:
+        time.sleep(args.write_s)
+        write_files(directory, files)
+
+    bucket.write_files = write_slowly
     model_dir = toy.cached_model()
     replicas = [start_replica(model_dir, lag_s) for lag_s in (0.0, args.lag_s)]
     with tempfile.TemporaryDirectory() as directory:
-        proxy, url = start_proxy([url for _, url in replicas], directory, "--load-retry-s=0.1")
+        proxy, url = start_proxy([url for _, url in replicas], directory)
         try:
             changes = {"model": str(model_dir), "bucket": directory, "port": int(url.rsplit(":", 1)[1])}
             cfg = dataclasses.replace(Config(**LOCAL), **changes)
-            model = trainer.load_policy(cfg, "cpu")
+            model = trainer.add_lora(trainer.load_base(cfg), cfg, "cpu")
             rollouts = toy_rollouts(model_dir, 16)
             ours, wall_s, num = stalls(cfg, model, rollouts, args, wait=False)
             theirs, waiting_s, num_waiting = stalls(cfg, model, rollouts, args, wait=True)

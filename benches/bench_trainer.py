@@ -8,22 +8,22 @@ import multiprocessing
 import random
 import re
 import statistics
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import rewards
-import toy
 import trainer
 from benches.figures import figure
 from config import LOCAL, Config, fail
+from offline import toy
+from policy import head, lora
+from policy.packing import Row
 from rollouts import Rollout
 
 SHAPES = {
@@ -88,9 +88,9 @@ def toy_rollouts(directory: Path, groups: int) -> list[Rollout]:
 
 def plain_policy(base: Qwen2ForCausalLM, cfg: Config):
     """PEFT's LoRA and transformers' SDPA, as a first script would have them."""
-    lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    options = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     base.set_attn_implementation("sdpa")
-    return get_peft_model(base, lora)
+    return get_peft_model(base, options)
 
 
 def plain_step(model, rollouts: list[Rollout], cfg: Config, batch_size: int) -> None:
@@ -116,7 +116,7 @@ def plain_step(model, rollouts: list[Rollout], cfg: Config, batch_size: int) -> 
 
 def gradient_of(model) -> torch.Tensor:
     """All LoRA gradients in one vector, ordered by name."""
-    return torch.cat([p.grad.flatten() for _, p in sorted(trainer.lora_parameters(model).items())])
+    return torch.cat([p.grad.flatten() for _, p in sorted(lora.lora_parameters(model).items())])
 
 
 def times(steps: dict, rounds: int) -> dict[str, float]:
@@ -136,8 +136,8 @@ def times(steps: dict, rounds: int) -> dict[str, float]:
 def packing_figures(label: str, base, rollouts, cfg: Config, aims: dict[int, float], rounds: int) -> list[dict]:
     """Packed rows with shared prompts against batches of so many sequences; all must have the same gradient."""
     plain_base = copy.deepcopy(base)
-    model, plain = trainer.add_lora(base, cfg, "cpu"), plain_policy(plain_base, cfg)
-    trainer.load_adapter_state(plain, trainer.adapter_state(model))
+    model, plain = lora.add_lora(base, cfg, "cpu"), plain_policy(plain_base, cfg)
+    lora.load_adapter_state(plain, {name: torch.from_numpy(t) for name, t in lora.adapter_state(model).items()})
     steps = {size: partial(plain_step, plain, rollouts, cfg, size) for size in aims}
     steps["packed"] = partial(trainer.policy_gradient, model, rollouts, cfg)
     taken = times(steps, rounds)
@@ -154,12 +154,12 @@ def packing_figures(label: str, base, rollouts, cfg: Config, aims: dict[int, flo
 
 
 def sharing_figure(cfg: Config, rounds: int) -> dict:
-    """Prompts four times longer than completions."""
-    rollouts = made_up(32_000, 1, 192, 48, 0.0, 48)
-    model = trainer.add_lora(make_base("0.1b"), cfg, "cpu")
-    unshared = dataclasses.replace(cfg, share_prompts=False)
-    taken = times({name: partial(trainer.policy_gradient, model, rollouts, c)
-                   for name, c in (("unshared", unshared), ("shared", cfg))}, rounds)  # fmt: skip
+    """Prompts four times longer than completions; unshared: each completion has a prompt of its own."""
+    shared = made_up(32_000, 1, 192, 48, 0.0, 48)
+    unshared = [dataclasses.replace(r, prompt=[k, *r.prompt[1:]]) for k, r in enumerate(shared)]
+    model = lora.add_lora(make_base("0.1b"), cfg, "cpu")
+    taken = times({name: partial(trainer.policy_gradient, model, rollouts, cfg)
+                   for name, rollouts in (("unshared", unshared), ("shared", shared))}, rounds)  # fmt: skip
     faster = taken["unshared"] / taken["shared"]
     return figure("0.1B shape, prompts 4x the completions: shared against not", faster, 2.5, "x", True,
                   shared_s=taken["shared"], unshared_s=taken["unshared"])  # fmt: skip
@@ -167,13 +167,11 @@ def sharing_figure(cfg: Config, rounds: int) -> dict:
 
 def skipping_figure(base, rollouts: list[Rollout], cfg: Config, rounds: int) -> dict:
     """Half of the groups without signal."""
-    groups = sorted({rollout.group for rollout in rollouts})
-    flat = set(groups[::2])
-    rollouts = [dataclasses.replace(r, advantage=0.0) if r.group in flat else r for r in rollouts]
-    model = trainer.add_lora(base, cfg, "cpu")
-    all_of_them = dataclasses.replace(cfg, skip_zero_advantage=False)
-    taken = times({name: partial(trainer.policy_gradient, model, rollouts, c)
-                   for name, c in (("all", all_of_them), ("skipped", cfg))}, rounds)  # fmt: skip
+    flat = set(sorted({rollout.group for rollout in rollouts})[::2])
+    half = [dataclasses.replace(r, advantage=0.0) if r.group in flat else r for r in rollouts]
+    model = lora.add_lora(base, cfg, "cpu")
+    taken = times({name: partial(trainer.policy_gradient, model, step, cfg)
+                   for name, step in (("all", rollouts), ("skipped", half))}, rounds)  # fmt: skip
     return figure("toy model, half of the groups without signal: step time", taken["skipped"] / taken["all"], 0.6, "x",
                   False, skipped_s=taken["skipped"], all_s=taken["all"])  # fmt: skip
 
@@ -181,12 +179,11 @@ def skipping_figure(base, rollouts: list[Rollout], cfg: Config, rounds: int) -> 
 def head_memory(queue, tokens: int, vocab: int, hidden: int) -> None:
     """In a process of its own: bytes that the head and the loss of one row add to its weights and inputs."""
     torch.set_num_threads(1)
-    head = torch.nn.Linear(hidden, vocab, bias=False).requires_grad_(False)
-    states = torch.randn(tokens, hidden)
-    zeros = torch.zeros(tokens)
-    targets = trainer.Targets(torch.randint(vocab, (tokens,)), zeros - 12, zeros + 1, zeros + 1, zeros + 1 / tokens)
+    layer = torch.nn.Linear(hidden, vocab, bias=False).requires_grad_(False)
+    states, zeros, none = torch.randn(tokens, hidden), torch.zeros(tokens), torch.zeros(0)
+    row = Row(none, none, none, none, torch.randint(vocab, (tokens,)), zeros - 12, zeros + 1, zeros + 1, none, none)
     before = psutil.Process().memory_info().rss
-    trainer.head_gradient(states, targets, head, Config())
+    head.head_gradient(states, row, layer, partial(trainer.policy_loss, cfg=Config()), 1.0)
     peak_kib = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]
     queue.put(int(peak_kib) * 1024 - before)
 
@@ -201,44 +198,7 @@ def memory_figure() -> dict:
     added = queue.get(timeout=600) / 2**30
     process.join()
     return figure("152k vocabulary, 8k tokens: what head and loss add", added, 1.2, "GiB", False,
-                  full_logits_gib=4 * tokens * vocab / 2**30, logits_chunk=Config().logits_chunk)  # fmt: skip
-
-
-def rank_step(rank: int, world_size: int, place: str, rounds: int, queue) -> None:
-    """In a process of its own: one rank's time for a step of a 0.1B shape with four layers."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=world_size)
-    cfg = Config(dtype="float32", token_budget=512, max_model_len=512)
-    rollouts = made_up(32_000, 4, 24, 48, 0.6, 300)
-    model = trainer.add_lora(make_base("0.1b", num_hidden_layers=4), cfg, "cpu")
-    taken = []
-    for _ in range(rounds):
-        dist.barrier()
-        began = time.perf_counter()
-        metrics = trainer.policy_gradient(model, rollouts, cfg, rank, world_size)
-        taken.append(time.perf_counter() - began)
-    if rank == 0:
-        queue.put((min(taken), metrics["batch/rows"]))
-    dist.destroy_process_group()
-
-
-def ranks_figure(rounds: int) -> dict:
-    """Two processes against one, each on one thread."""
-    context = multiprocessing.get_context("spawn")
-    taken = {}
-    for world_size in (1, 2):
-        queue = context.Queue()
-        with tempfile.TemporaryDirectory() as directory:
-            args = (world_size, f"{directory}/ranks", rounds, queue)
-            ranks = [context.Process(target=rank_step, args=(rank, *args)) for rank in range(world_size)]
-            for process in ranks:
-                process.start()
-            taken[world_size] = queue.get(timeout=600)
-            for process in ranks:
-                process.join()
-    (one_s, one_rows), (two_s, two_rows) = taken[1], taken[2]
-    return figure("2 processes against 1, one thread each", one_s / two_s, 1.6, "x", True, one_s=one_s, two_s=two_s,
-                  rows_of_one=one_rows, rows_of_two=two_rows)  # fmt: skip
+                  full_logits_gib=4 * tokens * vocab / 2**30, logits_chunk=head.LOGITS_CHUNK)  # fmt: skip
 
 
 def bytes_figure() -> dict:
@@ -246,10 +206,10 @@ def bytes_figure() -> dict:
     with torch.device("meta"):
         base = make_base("qwen2.5-math-1.5b").to(torch.bfloat16)
         model = get_peft_model(base, LoraConfig(r=1, target_modules="all-linear"))
-    lora = sum(p.numel() for p in model.parameters() if p.requires_grad) * 4
+    adapter = sum(p.numel() for p in model.parameters() if p.requires_grad) * 4
     full = sum(p.numel() for p in model.parameters() if not p.requires_grad) * 2
-    return figure("1.5B shape, rank 1: bytes of a publish against all weights", 100 * lora / full, 1.0, "%", False,
-                  lora_mb=lora / 1e6, full_mb=full / 1e6)  # fmt: skip
+    return figure("1.5B shape, rank 1: bytes of a publish against all weights", 100 * adapter / full, 1.0, "%", False,
+                  lora_mb=adapter / 1e6, full_mb=full / 1e6)  # fmt: skip
 
 
 def gpu_figures(shape: str) -> list[dict]:
@@ -261,7 +221,7 @@ def gpu_figures(shape: str) -> list[dict]:
         cfg = Config(compile=compile_layers)
         with torch.device("cuda"):
             base = make_base(shape).to(torch.bfloat16)
-        model = trainer.add_lora(base, cfg, "cuda")
+        model = lora.add_lora(base, cfg, "cuda")
         rollouts = made_up(SHAPES[shape]["vocab_size"], 16, 150, 700, 0.6, cfg.max_completion_tokens)
         steps = [trainer.policy_gradient(model, rollouts, cfg) for _ in range(8)][3:]  # the first ones compile
         step_s = statistics.median(metrics["perf/fwd_bwd_s"] for metrics in steps)
@@ -283,18 +243,15 @@ def run(args: argparse.Namespace) -> list[dict]:
         return gpu_figures(args.model_shape)
     torch.set_num_threads(1)  # the same for all that is compared
     toy_dir = toy.cached_model()
-    toy_cfg = Config(**LOCAL | {"skip_zero_advantage": False})
-    cfg = Config(dtype="float32", skip_zero_advantage=False, token_budget=4096)
+    toy_cfg, cfg = Config(**LOCAL), Config(dtype="float32", token_budget=4096)
     answers = toy_rollouts(toy_dir, 16)
     lengths = made_up(32_000, 2, 24, 96, 0.6, 600)
     toy_base = partial(Qwen2ForCausalLM.from_pretrained, toy_dir)
-    skip_cfg = dataclasses.replace(toy_cfg, skip_zero_advantage=True)
     return [
         *packing_figures("toy model, its own rollouts", toy_base(), answers, toy_cfg, {1: 4.0}, rounds=7),
-        skipping_figure(toy_base(), answers, skip_cfg, rounds=15),
+        skipping_figure(toy_base(), answers, toy_cfg, rounds=15),
         *packing_figures("0.1B, lognormal lengths", make_base("0.1b"), lengths, cfg, {1: 1.1, 8: 1.5}, rounds=3),
         sharing_figure(cfg, rounds=3),
         memory_figure(),
-        ranks_figure(rounds=3),
         bytes_figure(),
     ]

@@ -23,11 +23,11 @@ import requests
 import torch
 
 import bucket
-import toy
 import trainer
 from benches.bench_proxy import percentile, start_proxy
 from benches.figures import figure
 from config import LOCAL, Config, fail
+from offline import toy
 from rollouts import Rollout
 from tests.conftest import free_port
 
@@ -120,7 +120,7 @@ def fleet_figures(directory: Path, args: argparse.Namespace) -> list[dict]:
     replicas = [start_replica(model, port, log) for port in ports]
     try:
         wait_for(lambda: all(requests.get(f"{url}/health", timeout=5).ok for url in urls), "two healthy replicas")
-        proxy, url = start_proxy(urls, str(directory), "--canary-atol=1e-3", "--health-every-s=0.5")
+        proxy, url = start_proxy(urls, str(directory), "--dtype=float32")
         publisher = Publisher(url, directory, model)
         figures = load_figures(publisher, args) + kill_figures(publisher, args.groups, replicas[1])
         began = time.monotonic()
@@ -142,12 +142,12 @@ class Publisher:
         self.url, self.directory = url, directory
         self.names, self.versions = [], itertools.count()  # names: live, oldest first
         cfg = dataclasses.replace(Config(**LOCAL), model=str(model))
-        policy = trainer.load_policy(cfg, "cpu")
+        policy = trainer.add_lora(trainer.load_base(cfg), cfg, "cpu")
         for name, weight in trainer.lora_parameters(policy).items():
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.1)
-        self.files = bucket.adapter_files(trainer.numpy_state(policy), trainer.adapter_config(policy))
-        self.canary = trainer.canary(policy, [Rollout(0, PROMPT, PROMPT, [], None, 0.0, 0)], cfg)
+        self.files = bucket.adapter_files(trainer.adapter_state(policy), trainer.adapter_config(policy))
+        self.canary = trainer.canary(policy, Rollout(0, PROMPT, PROMPT, [], None, 0.0, 0), cfg)
 
     def stats(self) -> dict:
         return requests.get(f"{self.url}/proxy/stats", timeout=30).json()

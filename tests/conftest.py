@@ -63,7 +63,7 @@ def is_near(row: dict) -> bool:
 def toy_dir() -> Path:
     """The toy model's directory; built once, on all cores, and kept in the cache."""
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    code = "import toy; print(toy.cached_model())"
+    code = "from offline import toy; print(toy.cached_model())"
     built = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True
     )

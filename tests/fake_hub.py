@@ -15,8 +15,8 @@ which then never does.
 """
 
 import contextlib
-import http.client
 import json
+import logging
 import os
 import re
 import shutil
@@ -26,12 +26,12 @@ import sys
 import threading
 import time
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
 
 import psutil
-from conftest import free_port
+import requests
+from flask import Flask, Response, g, jsonify, request
+from werkzeug.serving import make_server
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = {
@@ -41,6 +41,14 @@ TOKENS = {
 HARDWARE = [{"name": name, "prettyName": name, "cpu": "1 vCPU", "ram": "1 GB", "unitCostMicroUSD": round(usd * 1e6),
              "unitCostUSD": usd, "unitLabel": "minute"} for name, usd in (("h200", 0.1), ("h200x2", 0.2))]  # fmt: skip
 TERMINAL = ("COMPLETED", "CANCELED", "ERROR")
+METHODS = ["GET", "POST", "DELETE"]
+REPOSITORIES = {
+    "/api/models": ([{"id": "acme/small"}], 200),
+    "/api/datasets/acme/sums": ({"id": "acme/sums", "private": False}, 200),
+    "/acme/small/resolve/main/config.json": (
+        b'{"max_position_embeddings": 2048}', 200, {"ETag": '"1"', "X-Repo-Commit": "0" * 40}
+    ),
+}  # fmt: skip
 
 PYTHON_SHIM = """#!/bin/sh
 if [ "$1 $2" = "-m pip" ]; then exit 0; fi
@@ -74,31 +82,35 @@ def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
+def serve_in_thread(app: Flask):
+    """A server of this machine for the app, already listening."""
+    server = make_server("127.0.0.1", 0, app, threaded=True)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    return server
+
+
 class Job:
     """One Job: its specification, its log, and the process group that runs it."""
 
     def __init__(self, hub: "Hub", namespace: str, spec: dict):
-        self.hub, self.namespace, self.spec = hub, namespace, spec
-        self.id = f"{len(hub.jobs):024x}"
+        self.hub, self.namespace, self.spec, self.id = hub, namespace, spec, f"{len(hub.jobs):024x}"
         self.role = spec.get("labels", {}).get("role", "")
-        self.stage, self.message, self.urls, self.cancels = "SCHEDULING", None, [], 0
-        self.created_at, self.started_at, self.finished_at = now(), None, None
-        self.log: list[dict] = []
+        self.stage, self.message, self.urls, self.cancels, self.log = "SCHEDULING", None, [], 0, []
         self.process, self.gateway, self.canceled = None, None, False
-        self.running_since, self.ran_s = time.monotonic(), 0
+        self.created_at, self.running_since, self.ran_s = now(), time.monotonic(), 0
 
     def info(self) -> dict:
         """As the Hub shows it: without the values of secrets."""
-        spec, network = self.spec, self.spec.get("network")
+        spec = self.spec
         ran_s = int(time.monotonic() - self.running_since) if self.stage == "RUNNING" else self.ran_s
         return {
-            "id": self.id, "createdAt": self.created_at, "startedAt": self.started_at, "finishedAt": self.finished_at,
+            "id": self.id, "createdAt": self.created_at, "startedAt": None, "finishedAt": None,
             "dockerImage": spec.get("dockerImage"), "command": spec["command"], "arguments": spec["arguments"],
             "environment": spec["environment"], "secrets": dict.fromkeys(spec.get("secrets", {})),
             "flavor": spec["flavor"], "labels": spec.get("labels"), "volumes": spec.get("volumes"),
             "status": {"stage": self.stage, "message": self.message, "exposeUrls": self.urls or None},
             "durations": {"schedulingSecs": 0, "runningSecs": ran_s, "totalSecs": ran_s},
-            "owner": {"id": "1", "name": self.namespace, "type": "user"}, "network": network,
+            "owner": {"id": "1", "name": self.namespace, "type": "user"}, "network": spec.get("network"),
         }  # fmt: skip
 
     def mounted(self, text: str) -> str:
@@ -108,60 +120,56 @@ class Job:
             text = re.sub(pattern, str(self.hub.mount(volume)), text)
         return text
 
-    def start(self) -> None:
-        """Run the command until it ends; the stage says how it ended."""
+    def run(self) -> None:
+        """Run the command to its end or its time limit; the stage says how it ended, and nothing of it is left."""
+        volumes = self.spec.get("volumes", [])
         if self.hub.rule(f"SCHEDULE {self.role}"):
             return
-        missing = [v for v in self.spec.get("volumes", []) if not self.hub.mount(v).is_dir()]
-        if missing or self.canceled:
-            return self.end("CANCELED" if self.canceled else "ERROR", f"cannot mount {missing}" if missing else None)
-        for volume in self.spec.get("volumes", []):
-            if volume["mountPath"] == "/code":
-                self.hub.overlay_onto(self.hub.mount(volume))
-        env = self.environment()
+        if self.canceled or not all(self.hub.mount(volume).is_dir() for volume in volumes):
+            return self.end("CANCELED" if self.canceled else "ERROR", "cannot be mounted")
+        for name, text in self.hub.overlay.items():
+            code = next(volume for volume in volumes if volume["mountPath"] == "/code")
+            (self.hub.mount(code) / name).write_text(text)
         command = [self.mounted(word) for word in self.spec["command"]]
-        self.process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True, cwd=self.hub.home,
-        )  # fmt: skip
-        self.stage, self.started_at, self.running_since = "RUNNING", now(), time.monotonic()
-        self.say(f"===== Job started at {now()} =====")
-        threading.Thread(target=self.wait, daemon=True).start()
+        self.running_since = time.monotonic()
+        self.process = subprocess.Popen(command, env=self.environment(), stdin=subprocess.DEVNULL, cwd=self.hub.home,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                        start_new_session=True)  # fmt: skip
+        self.stage = "RUNNING"
+        threading.Thread(target=self.read_log, daemon=True).start()
+        try:
+            code = self.process.wait(self.spec.get("timeoutSeconds", 1800))
+        except subprocess.TimeoutExpired:
+            code = "timeout"
+        self.send(signal.SIGKILL)
+        stage = "CANCELED" if self.canceled else "COMPLETED" if code == 0 else "ERROR"
+        self.end(stage, f"Job failed with exit code: {code}" if stage == "ERROR" else None)
+
+    def read_log(self) -> None:
         for line in self.process.stdout:
-            self.say(line.decode(errors="replace").rstrip("\n"))
+            self.log.append({"timestamp": now(), "data": line.decode(errors="replace").rstrip("\n")})
 
     def environment(self) -> dict[str, str]:
         """What the process sees: the platform's variables, the Job's own, its secrets; ports become free ones."""
-        hub = self.hub
+        from jobs.local import free_port
+
+        hub, network = self.hub, self.spec.get("network")
         env = {"PATH": f"{hub.bin}:/usr/bin:/bin", "HOME": str(hub.home), "JOB_ID": self.id, "HF_ENDPOINT": hub.url,
                "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # fmt: skip
         env |= {name: self.mounted(value) for name, value in self.spec["environment"].items()}
         env |= self.spec.get("secrets", {})
         if "PORT" in env:
             env |= {"PORT": str(free_port()), "HOST": "127.0.0.1"}
-        network = self.spec.get("network")
         if network:
             prefix = f"{network['group']}.group."
-            env |= {"HF_NETWORK_GROUP_PREFIX": prefix, "PYTHONPATH": str(hub.network)}
-            hub.join(prefix, network.get("aliases", []), env.get("PORT", ""))
+            path = os.pathsep.join([str(hub.network), env.get("PYTHONPATH", "")])
+            env |= {"HF_NETWORK_GROUP_PREFIX": prefix, "PYTHONPATH": path}
+            hub.aliases |= {prefix + alias: env["PORT"] for alias in network.get("aliases", [])}
+            (hub.network / "aliases.json").write_text(json.dumps(hub.aliases))
         if self.spec.get("expose"):
-            self.gateway = Gateway(hub, self.role, int(env["PORT"]))
-            self.urls = [self.gateway.url]
+            self.gateway = serve_in_thread(gateway(hub, self.role, env["PORT"]))
+            self.urls = [f"http://127.0.0.1:{self.gateway.server_port}"]
         return env
-
-    def say(self, text: str) -> None:
-        self.log.append({"timestamp": now(), "data": text})
-
-    def wait(self) -> None:
-        """Wait for the end or the time limit; what the command leaves behind ends with it."""
-        try:
-            code = self.process.wait(self.spec.get("timeoutSeconds", 1800))
-        except subprocess.TimeoutExpired:
-            code = "timeout"
-        self.kill()
-        if self.canceled:
-            return self.end("CANCELED", None)
-        self.end("COMPLETED" if code == 0 else "ERROR", None if code == 0 else f"Job failed with exit code: {code}")
 
     def cancel(self) -> None:
         self.canceled = True
@@ -169,9 +177,6 @@ class Job:
             return self.end("CANCELED", None)
         self.send(signal.SIGTERM)
         psutil.wait_procs(self.processes(), timeout=10)
-        self.kill()
-
-    def kill(self) -> None:
         self.send(signal.SIGKILL)
 
     def send(self, number: int) -> None:
@@ -180,8 +185,8 @@ class Job:
                 process.send_signal(number)
 
     def end(self, stage: str, message: str | None) -> None:
-        self.ran_s = int(time.monotonic() - self.running_since) if self.started_at else 0
-        self.stage, self.message, self.finished_at = stage, message, now()
+        self.ran_s = int(time.monotonic() - self.running_since)
+        self.stage, self.message = stage, message
         if self.gateway:
             self.gateway.shutdown()
 
@@ -189,11 +194,9 @@ class Job:
         """What lives of the Job's process group."""
         found = []
         for pid in psutil.pids() if self.process else []:
-            try:
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                 if os.getpgid(pid) == self.process.pid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                     found.append(psutil.Process(pid))
-            except (ProcessLookupError, psutil.NoSuchProcess):
-                pass
         return found
 
 
@@ -202,12 +205,8 @@ class Hub:
 
     def __init__(self, directory: Path):
         self.buckets, self.home, self.bin = directory / "buckets", directory / "home", directory / "bin"
-        self.network, self.aliases = directory / "network", {}
-        self.jobs: list[Job] = []
-        self.rules: list[dict] = []
-        self.requests: list[tuple[float, str]] = []  # seconds, what
-        self.overlay: dict[str, str] = {}
-        self.lock, self.url = threading.RLock(), ""
+        self.network, self.aliases, self.lock, self.url = directory / "network", {}, threading.RLock(), ""
+        self.jobs, self.rules, self.requests, self.overlay = [], [], [], {}  # requests: (seconds, what)
         for path in (self.buckets, self.home, self.bin, self.network):
             path.mkdir(parents=True)
         for name, text in (("python3", PYTHON_SHIM), ("vllm", VLLM_SHIM)):
@@ -217,15 +216,6 @@ class Hub:
 
     def mount(self, volume: dict) -> Path:
         return self.buckets / volume["source"] / volume.get("path", "")
-
-    def overlay_onto(self, code: Path) -> None:
-        for name, text in self.overlay.items():
-            (code / name).write_text(text)
-
-    def join(self, prefix: str, aliases: list[str], port: str) -> None:
-        with self.lock:
-            self.aliases |= {prefix + alias: port for alias in aliases}
-            (self.network / "aliases.json").write_text(json.dumps(self.aliases))
 
     def rule(self, what: str) -> dict | None:
         """The first rule that matches and is not used up."""
@@ -240,7 +230,7 @@ class Hub:
         """End every Job and forget everything but the buckets."""
         for job in self.jobs:
             job.canceled = True
-            job.kill()
+            job.send(signal.SIGKILL)
         self.jobs, self.rules, self.requests, self.overlay = [], [], [], {}
 
     def state(self) -> dict:
@@ -250,214 +240,169 @@ class Hub:
         return {"jobs": jobs, "requests": list(self.requests)}
 
 
-class Handler(BaseHTTPRequestHandler):
-    """One request. Server attributes: hub."""
+def hub_app(hub: Hub) -> Flask:
+    """The Hub's endpoints, behind the rules; and what tests ask of the fake itself, below /fake."""
+    app = Flask("hub")
 
-    protocol_version = "HTTP/1.1"
-    hub: Hub
+    @app.before_request
+    def before():
+        g.rule = {}
+        if request.path.startswith("/fake/"):
+            return None
+        found = re.match(r"/api/jobs/([^/]+)/([0-9a-f]{24})", request.path)
+        g.job = next((job for job in hub.jobs if found and (job.namespace, job.id) == found.groups()), None)
+        sent = request.get_json(silent=True) or {}
+        role = g.job.role if g.job else sent.get("labels", {}).get("role", "")
+        what = f"{request.method} {request.path} {role}".strip()
+        hub.requests.append((time.monotonic(), what))
+        g.rule = hub.rule(what) or {}
+        time.sleep(g.rule.get("delay_s", 0))
+        if g.rule.get("ignore"):
+            return {}
+        if "status" in g.rule and not g.rule.get("after"):
+            return {"error": "as told"}, g.rule["status"], g.rule.get("headers", {})
+        g.owner = TOKENS.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+        if g.owner is None:
+            return {"error": "Invalid credentials in Authorization header"}, 401
+        space = re.match(r"/api/(jobs|buckets)/(?!hardware$)([^/]+)", request.path)
+        if space and space[2] not in [g.owner["name"], *(org["name"] for org in g.owner["orgs"])]:
+            return {"error": f"no access to {space[2]}"}, 403
+        return None
 
-    def log_message(self, *_) -> None:
-        pass
+    @app.after_request
+    def after(response):
+        return Response('{"error": "as told"}', g.rule["status"]) if g.rule.get("after") else response
 
-    def answer(self, status: int, body: object = None, headers: dict[str, str] | None = None) -> None:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
+    @app.get("/api/whoami-v2")
+    def whoami():
+        return {"id": "1", "type": "user", **g.owner, "auth": {"accessToken": {"role": g.owner["role"]}}}
 
-    def owner(self) -> dict | None:
-        return TOKENS.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
+    @app.get("/api/jobs/hardware")
+    def hardware():
+        return jsonify(HARDWARE)
 
-    def handle_any(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        parts = urlsplit(self.path)
-        if parts.path.startswith("/fake/") and not parts.path.startswith("/fake/files/"):
-            return self.control(parts.path, body)
-        job = self.job_of(parts.path)
-        role = json.loads(body).get("labels", {}).get("role", "") if "/api/jobs/" in self.path and body else ""
-        what = f"{self.command} {parts.path} {job.role if job else role}".strip()
-        self.hub.requests.append((time.monotonic(), what))
-        rule = self.hub.rule(what)
-        time.sleep((rule or {}).get("delay_s", 0))
-        if rule and "status" in rule:
-            if rule.get("after"):
-                self.hub_answer(parts, job, body, quiet=True)
-            return self.answer(rule["status"], {"error": "as told"}, rule.get("headers"))
-        if rule and rule.get("ignore"):
-            return self.answer(200, {})
-        self.hub_answer(parts, job, body, rule=rule or {})
+    @app.post("/api/jobs/<namespace>")
+    def create(namespace):
+        with hub.lock:
+            job = Job(hub, namespace, request.get_json())
+            hub.jobs.append(job)
+        threading.Thread(target=job.run, daemon=True).start()
+        return job.info()
 
-    do_GET = do_POST = do_HEAD = handle_any  # noqa: N815
-
-    def job_of(self, path: str) -> Job | None:
-        found = re.match(r"/api/jobs/([^/]+)/([0-9a-f]{24})", path)
-        jobs = [job for job in self.hub.jobs if found and (job.namespace, job.id) == found.groups()]
-        return jobs[0] if jobs else None
-
-    def hub_answer(self, parts, job: Job | None, body: bytes, quiet: bool = False, rule: dict | None = None) -> None:
-        """What the Hub says; `quiet` does the work without saying it."""
-        reply = (lambda *_: None) if quiet else self.answer
-        path, owner = parts.path, self.owner()
-        if owner is None:
-            return reply(401, {"error": "Invalid credentials in Authorization header"})
-        if path == "/api/whoami-v2":
-            access = {"auth": {"accessToken": {"role": owner["role"]}}}
-            return reply(200, {"id": "1", "type": "user", **owner, **access})
-        if path == "/api/jobs/hardware":
-            return reply(200, HARDWARE)
-        if path.startswith("/fake/files/"):
-            return reply(200, self.store(path.removeprefix("/fake/files/"), body))
-        names = [owner["name"], *(org["name"] for org in owner["orgs"])]
-        place = re.match(r"/api/(jobs|buckets)/([^/]+)(?:/([^/]+))?", path)
-        if place and place.group(2) not in names:
-            return reply(403, {"error": f"no access to {place.group(2)}"})
-        if place and place.group(1) == "buckets":
-            return reply(*self.bucket(place.group(2), place.group(3)))
-        if place and not place.group(3):
-            return reply(*(self.create(place.group(2), body) if self.command == "POST" else self.page(parts)))
-        if job is None:
-            return reply(*self.repository(path))
-        if path.endswith("/logs"):
-            return self.stream(job, parse_qs(parts.query), (rule or {}).get("cut"))
-        if path.endswith("/cancel"):
-            job.cancels += 1
-            threading.Thread(target=job.cancel, daemon=True).start()
-        reply(200, job.info())
-
-    def create(self, namespace: str, body: bytes) -> tuple[int, dict]:
-        with self.hub.lock:
-            job = Job(self.hub, namespace, json.loads(body))
-            self.hub.jobs.append(job)
-        threading.Thread(target=job.start, daemon=True).start()
-        return 200, job.info()
-
-    def page(self, parts) -> tuple[int, list, dict]:
-        """Jobs of the namespace with all labels asked for, two a page."""
-        namespace, query = parts.path.split("/")[3], parse_qs(parts.query)
-        wanted = [label.split("=", 1) for label in query.get("label", [])]
-        jobs = [job.info() for job in self.hub.jobs if job.namespace == namespace
+    @app.get("/api/jobs/<namespace>")
+    def page(namespace):  # two a page
+        wanted = [label.split("=", 1) for label in request.args.getlist("label")]
+        jobs = [job.info() for job in hub.jobs if job.namespace == namespace
                 and all(job.spec.get("labels", {}).get(name) == value for name, value in wanted)]  # fmt: skip
-        begin = int(query.get("cursor", ["0"])[0])
+        begin = int(request.args.get("cursor", 0))
         labels = "".join(f"&label={name}%3D{value}" for name, value in wanted)
-        link = f'<{self.hub.url}{parts.path}?cursor={begin + 2}{labels}>; rel="next"'
-        return 200, jobs[begin : begin + 2], {"Link": link} if len(jobs) > begin + 2 else {}
+        link = f'<{hub.url}{request.path}?cursor={begin + 2}{labels}>; rel="next"'
+        return jsonify(jobs[begin : begin + 2]), 200, {"Link": link} if len(jobs) > begin + 2 else {}
 
-    def bucket(self, namespace: str, name: str) -> tuple[int, dict]:
-        path = self.hub.buckets / namespace / name
-        there = path.is_dir()
-        if self.command == "GET":
-            return 200 if there else 404, {"id": f"{namespace}/{name}"}
-        path.mkdir(parents=True, exist_ok=True)
-        return 409 if there else 200, {"url": f"{self.hub.url}/buckets/{namespace}/{name}"}
+    @app.get("/api/jobs/<_>/<job_id>")
+    def inspect(_, job_id):
+        return g.job.info()
 
-    def store(self, name: str, data: bytes) -> dict:
-        path = self.hub.buckets / name
+    @app.post("/api/jobs/<_>/<job_id>/cancel")
+    def cancel(_, job_id):
+        g.job.cancels += 1
+        threading.Thread(target=g.job.cancel, daemon=True).start()
+        return g.job.info()
+
+    @app.get("/api/jobs/<_>/<job_id>/logs")
+    def logs(_, job_id):
+        return Response(
+            events(g.job, int(request.args.get("tail", 0)), g.rule.get("cut")), mimetype="text/event-stream"
+        )
+
+    @app.post("/api/buckets/<namespace>/<name>")
+    def bucket(namespace, name):
+        (hub.buckets / namespace / name).mkdir(parents=True, exist_ok=True)
+        return {"url": f"{hub.url}/buckets/{namespace}/{name}"}
+
+    @app.errorhandler(404)
+    def repository(_):  # acme/small is the one model, acme/sums the one dataset
+        found = REPOSITORIES.get(request.path)
+        return found or ({"error": "not found"}, 404, {"X-Error-Code": "RepoNotFound"})
+
+    @app.post("/files/<path:name>")
+    def store(name):
+        path = hub.buckets / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".part").write_bytes(data)
+        path.with_suffix(".part").write_bytes(request.get_data())
         path.with_suffix(".part").rename(path)
         return {}
 
-    def repository(self, path: str) -> tuple[int, object, dict]:
-        """acme/small is the one model, acme/sums the one dataset."""
-        if path == "/api/datasets/acme/sums":
-            return 200, {"id": "acme/sums", "private": False}, {}
-        if path == "/acme/small/resolve/main/config.json":
-            return 200, b'{"max_position_embeddings": 2048}', {"ETag": '"1"', "X-Repo-Commit": "0" * 40}
-        return 404, {"error": "not found"}, {"X-Error-Code": "RepoNotFound"}
+    @app.get("/files/<path:name>")
+    def fetch(name):
+        path = hub.buckets / name
+        return path.read_bytes() if path.exists() else ("", 404)
 
-    def stream(self, job: Job, query: dict, cut: int | None) -> None:
-        """The log as server-sent events, until the Job has ended, or after `cut` lines."""
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.close_connection = True
-        sent = max(0, len(job.log) - int(query["tail"][0])) if "tail" in query else 0
-        try:
-            while cut is None or sent < cut:
-                ended = job.stage in TERMINAL  # looked at before the last lines
-                for event in job.log[sent:cut]:
-                    self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-                    sent += 1
-                if ended:
-                    return
-                time.sleep(0.05)
-        except OSError:
-            pass  # the reader has left
-
-    def control(self, path: str, body: bytes) -> None:
-        """What tests ask of the fake itself."""
-        hub, word = self.hub, path.removeprefix("/fake/")
+    @app.post("/fake/<path:word>")
+    def control(word):
+        sent = request.get_json(silent=True)
         if word == "rules":
-            hub.rules += json.loads(body)
+            hub.rules += sent
         elif word == "overlay":
-            hub.overlay |= json.loads(body)
+            hub.overlay |= sent
         elif word == "forgive":
             hub.rules = []
         elif word == "reset":
             hub.reset()
         elif word.startswith("end/"):
-            next(job for job in hub.jobs if job.id == word.removeprefix("end/")).kill()
-        self.answer(200, hub.state() if word == "state" else {})
+            next(job for job in hub.jobs if job.id == word.removeprefix("end/")).send(signal.SIGKILL)
+        return hub.state() if word == "state" else {}
+
+    return app
 
 
-class Gateway(ThreadingHTTPServer):
+def events(job: Job, tail: int, cut: int | None):
+    """The log as server-sent events, until the Job has ended, or after `cut` lines."""
+    sent, ended = max(0, len(job.log) - tail) if tail else 0, False
+    while not ended and (cut is None or sent < cut):
+        ended = job.stage in TERMINAL  # looked at before the last lines
+        for event in job.log[sent:cut]:
+            yield f"data: {json.dumps(event)}\n\n"
+            sent += 1
+        time.sleep(0.05)
+
+
+def gateway(hub: Hub, role: str, port: str) -> Flask:
     """An exposed port: passes requests on to a port of this machine, for those who have the token."""
+    app = Flask("gateway")
 
-    daemon_threads = True
-    request_queue_size = 256
-
-    def __init__(self, hub: Hub, role: str, port: int):
-        super().__init__(("127.0.0.1", 0), GatewayHandler)
-        self.hub, self.role, self.port = hub, role, port
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-
-class GatewayHandler(Handler):
-    """One request to an exposed port."""
-
-    def handle_any(self) -> None:
-        server = self.server
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        rule = server.hub.rule(f"GATEWAY {self.command} {self.path} {server.role}")
-        if rule:
-            return self.answer(rule["status"], {"error": "as told"}, rule.get("headers"))
-        if self.headers.get("Authorization", "").removeprefix("Bearer ") not in TOKENS:
-            return self.answer(401, {"error": "a token with read access to the Job is needed"})
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        headers = {name: value for name, value in self.headers.items() if name not in ("Authorization", "Host")}
+    @app.route("/<path:path>", methods=METHODS)
+    def forward(path):
+        if rule := hub.rule(f"GATEWAY {request.method} /{path} {role}"):
+            return {"error": "as told"}, rule["status"], rule.get("headers", {})
+        if request.headers.get("Authorization", "").removeprefix("Bearer ") not in TOKENS:
+            return {"error": "a token with read access to the Job is needed"}, 401
+        headers = {key: value for key, value in request.headers if key not in ("Authorization", "Host")}
+        url = f"http://127.0.0.1:{port}/{path}"
         try:
-            connection.request(self.command, self.path, body, headers)
-            response = connection.getresponse()
-            data = response.read()
-        except (OSError, http.client.HTTPException):
-            return self.answer(502, {"error": "nothing listens there"})
-        finally:
-            connection.close()
-        self.answer(response.status, data, {"Content-Type": response.headers.get("Content-Type", "")})
+            answer = requests.request(request.method, url, data=request.get_data(), headers=headers, timeout=60)
+        except requests.RequestException:
+            return {"error": "nothing listens there"}, 502
+        return answer.content, answer.status_code, {"Content-Type": answer.headers.get("Content-Type", "")}
 
-    do_GET = do_POST = do_DELETE = handle_any  # noqa: N815
+    return app
 
 
 def serve(directory: Path) -> None:
     """Serve until SIGTERM; then end every Job."""
-    hub = Hub(directory)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("HubHandler", (Handler,), {"hub": hub}))
-    server.daemon_threads = True
+    shutil.rmtree(directory, ignore_errors=True)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    hub, ended = Hub(directory), threading.Event()
+    server = serve_in_thread(hub_app(hub))
     hub.url = f"http://127.0.0.1:{server.server_port}"
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
     print(hub.url, flush=True)
-    server.serve_forever(0.05)
+    ended.wait()
     hub.reset()
 
 
 def launch() -> int:
     """launch.py with quick polls and little patience, and with uploads that need no Xet."""
-    sys.path.insert(0, str(ROOT))
     import dataclasses
 
     from huggingface_hub import HfApi, get_session
@@ -467,13 +412,21 @@ def launch() -> int:
 
     def batch_bucket_files(self, bucket_id, *, add, **_):
         for data, name in add:
-            url = f"{self.endpoint}/fake/files/{bucket_id}/{name}"
+            url = f"{self.endpoint}/files/{bucket_id}/{name}"
             hf_raise_for_status(get_session().post(url, content=data, headers=self._build_hf_headers()))
 
     def sync_job_volume(self, source, mount_path, *, remote_name, namespace):
-        add = [(path.read_bytes(), f"{remote_name}/{path.name}") for path in Path(source).iterdir()]
+        files = [path for path in Path(source).rglob("*") if path.is_file()]
+        add = [(path.read_bytes(), f"{remote_name}/{path.relative_to(source)}") for path in files]
         batch_bucket_files(self, f"{namespace}/jobs-artifacts", add=add)
 
+    def download_bucket_files(self, bucket_id, files, **_):
+        for name, copy in files:
+            answer = get_session().get(f"{self.endpoint}/files/{bucket_id}/{name}", headers=self._build_hf_headers())
+            if answer.status_code == 200:
+                Path(copy).write_bytes(answer.content)
+
+    HfApi.download_bucket_files = download_bucket_files
     HfApi.batch_bucket_files, HfApi.sync_job_volume = batch_bucket_files, sync_job_volume
     patience_s = float(os.environ.get("PATIENCE_S", "4"))
     launch.HF_PLACE = dataclasses.replace(launch.HF_PLACE, poll_s=0.2, patience_s=patience_s)
@@ -481,8 +434,8 @@ def launch() -> int:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     if sys.argv[1] == "launch":
         del sys.argv[1]
         sys.exit(launch())
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
     serve(Path(sys.argv[1]))

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +12,12 @@ import psutil
 import pytest
 import torch
 from conftest import is_near
-from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 import bucket
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = ["--batch-size=32", "--save-every=2", "--diagnose-every=2", "--port=0"]
+SMALL = ["--batch-size=32", "--save-every=2", "--diagnose-every=2", "--log-completions-every=2"]
 
 
 def command(runs: Path, run: str, *flags: str) -> list[str]:
@@ -60,7 +59,8 @@ def finished(tmp_path_factory, toy_dir) -> tuple[Path, str]:
 
 def test_a_run_leaves_everything_it_promises(finished):
     run_dir, _ = finished
-    for name in ("metrics.jsonl", "summary.json", "curves.png", "adapters", "checkpoints", "final", "attempts"):
+    for name in ("metrics.jsonl", "summary.json", "curves.png", "adapters", "checkpoints", "final", "attempts",
+                 "config.json", "completions/step-2.jsonl"):  # fmt: skip
         assert (run_dir / name).exists(), name
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -117,19 +117,53 @@ def test_retired_policies_are_gone_and_live_ones_are_kept(finished):
     assert kept == [version for version, _ in versions_that_went_live(run_dir)][-2:]  # max_staleness 1
 
 
-def test_the_final_adapter_loads_with_peft_and_differs_from_the_base(finished, toy_dir):
+LOAD_ALONE = """
+import sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+directory, base = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(directory)
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), directory)
+assert model.peft_config["default"].base_model_name_or_path == base
+ids = tokenizer("47+85=", return_tensors="pt").input_ids
+with torch.no_grad():
+    after = model(ids).logits
+    with model.disable_adapter():
+        assert not torch.equal(after, model(ids).logits)
+"""
+
+
+def test_f24_what_a_run_leaves_is_usable_alone_in_another_process(finished, toy_dir, tmp_path):
+    shutil.copytree(finished[0] / "final", tmp_path / "final")
+    command = [sys.executable, "-c", LOAD_ALONE, str(tmp_path / "final"), str(toy_dir)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    card = (tmp_path / "final" / "README.md").read_text()
+    assert f"vllm serve {toy_dir} --enable-lora --max-lora-rank 8" in card
+
+
+def test_completions_can_be_read(finished):
     run_dir, _ = finished
-    base = AutoModelForCausalLM.from_pretrained(toy_dir)
-    ids = torch.tensor([[5, 6, 7, 8]])
-    with torch.no_grad():
-        before = base(ids).logits.clone()
-        model = PeftModel.from_pretrained(base, run_dir / "final")
-        after = model(ids).logits
-        with model.disable_adapter():
-            without = model(ids).logits
-    assert not torch.equal(before, after)
-    assert torch.equal(before, without)
-    assert "base_model" in (run_dir / "final" / "README.md").read_text()
+    rows = [json.loads(line) for line in (run_dir / "completions/step-2.jsonl").read_text().splitlines()]
+    assert len(rows) == 32
+    assert rows[0].keys() == {"prompt", "text", "gold", "reward", "rewards", "policy", "finish_reason"}
+    shown = subprocess.run(
+        [*command(run_dir.parent, "whole"), "--show=whole"], capture_output=True, text=True, timeout=60
+    )
+    assert shown.stdout.count("--- step 2, whole-a") == 3
+    row = rows_of(run_dir)[1]
+    assert row["rewards/math_reward/mean"] == pytest.approx(row["reward/mean"])
+
+
+def test_f15_a_run_that_cannot_learn_says_why_and_stops(tmp_path, toy_dir):
+    (tmp_path / "mute.py").write_text("def same(completions, **columns):\n    return [0.25] * len(completions)\n")
+    flags = (f"--reward={tmp_path}/mute.py:same", "--max-steps=60", "--max-steps-without-signal=3")
+    ended = subprocess.run(command(tmp_path, "mute", *flags), capture_output=True, text=True, timeout=150)
+    assert ended.returncode == 1
+    assert "no group had a signal in 2 steps: mean reward 0.250" in ended.stdout  # the diagnosis, before the end
+    last = ended.stderr.strip().splitlines()[-1]  # F32
+    assert last.startswith("error: stopped at step 3: no group had a signal in 3 steps: mean reward 0.250")
+    assert "scores alike" in last
 
 
 def test_trackio_has_the_metrics_of_every_step(finished):
@@ -149,9 +183,19 @@ def test_nothing_is_left_running_after_a_run(finished):
 
 def test_a_complete_run_started_again_has_nothing_left_to_do(finished):
     run_dir, _ = finished
-    output = launch(run_dir.parent, "whole", "--max-steps=3")
+    output = launch(
+        run_dir.parent, "whole", "--max-steps=3", "--learning-rate=1e-4", "--queue-size=32", "--max-staleness=1"
+    )
     assert "resuming from" in output
+    assert "since step 3 these settings have changed: --learning-rate 0.003 -> 0.0001" in output  # F09
     assert [row["step"] for row in rows_of(run_dir)] == [1, 2, 3]
+
+
+def test_f09_a_run_is_not_resumed_with_another_model_or_shape(finished):
+    flags = ("--max-steps=9", "--lora-rank=1")
+    ended = subprocess.run(command(finished[0].parent, "whole", *flags), capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, "was started with 8" in ended.stderr) == (2, True), ended.stderr
+    assert ended.stderr.startswith("error: --lora-rank 1: run whole was started with 8; use that, or another --run")
 
 
 def test_a_checkpoint_is_itself_an_adapter(finished):

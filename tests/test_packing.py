@@ -5,8 +5,7 @@ import random
 import pytest
 import torch
 
-import packing
-from packing import Segment
+from policy import packing
 from rollouts import Rollout
 
 CPU = torch.device("cpu")
@@ -29,72 +28,60 @@ def mixed_groups(seed: int, num_groups: int = 7) -> list[Rollout]:
     return of_lengths(*sizes)
 
 
-def test_spread_gives_the_largest_item_to_the_lightest_bin():
-    # 7 | 5 | then 4 to the 5, 3 to the 7, 1 to the 9: loads 10 and 10
-    assert packing.spread([4, 7, 1, 5, 3], 2) == [[1, 4], [3, 0, 2]]
-    assert packing.spread([2, 2], 3) == [[0], [1], []]
-
-
 def test_fill_uses_the_fewest_bins_that_hold_the_items():
     assert packing.fill([6, 4, 5, 5], 10) == [[0, 1], [2, 3]]
     assert packing.fill([6, 6, 6], 10) == [[0], [1], [2]]  # 18 tokens, but no two fit together
-    assert packing.fill([1, 1, 1, 1], 10, multiple=2) == [[0, 2], [1, 3]]
+    assert packing.fill([4, 7, 1, 5, 3], 10) == [[1, 4], [3, 0, 2]]  # the largest item to the lightest bin
+
+
+def pack(rollouts: list[Rollout], token_budget: int) -> list[packing.Row]:
+    return packing.pack(rollouts, [1.0] * len(rollouts), token_budget)
+
+
+def drawn() -> packing.Row:
+    return packing.lay_out([[0, 1], [2]], make(DRAWN), [0.5, 0.25, 1.0])
 
 
 def test_a_group_that_fits_stays_together_and_holds_one_prompt():
     rollouts = of_lengths((4, [3, 3]), (5, [2, 2]))  # 10 and 9 tokens
-    assert packing.pack_rows(rollouts, 12) == [[[0, 1]], [[2, 3]]]
-    assert packing.pack_rows(rollouts, 19) == [[[0, 1], [2, 3]]]
+    assert [row.members.tolist() for row in pack(rollouts, 12)] == [[0, 1], [2, 3]]
+    assert [row.members.tolist() for row in pack(rollouts, 19)] == [[0, 1, 2, 3]]
 
 
 def test_a_group_that_does_not_fit_is_split_evenly_and_repeats_its_prompt():
-    rollouts = of_lengths((4, [5, 5, 5, 5]))  # 24 tokens; two rows of 4 + 5 + 5
-    rows = packing.pack_rows(rollouts, 15)
-    assert rows == [[[0, 2]], [[1, 3]]]
-    assert [packing.row_tokens(row, rollouts) for row in rows] == [14, 14]
+    rows = pack(of_lengths((4, [5, 5, 5, 5])), 15)  # 24 tokens; two rows of 4 + 5 + 5
+    assert [row.members.tolist() for row in rows] == [[0, 2], [1, 3]]
+    assert [len(row.tokens) for row in rows] == [14, 14]
 
 
-def test_without_sharing_every_rollout_brings_its_prompt():
-    rollouts = of_lengths((4, [3, 3]))
-    assert packing.pack_rows(rollouts, 14, share_prompts=False) == [[[0], [1]]]
-    assert packing.row_tokens([[0], [1]], rollouts) == 14
-
-
-def test_with_two_ranks_one_group_becomes_two_equal_rows():
-    rollouts = of_lengths((2, [6, 6, 6, 6]))  # 26 tokens would fit one row
-    assert packing.pack_rows(rollouts, 100) == [[[0, 1, 2, 3]]]
-    assert packing.pack_rows(rollouts, 100, num_ranks=2) == [[[0, 2]], [[1, 3]]]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("share", [True, False])
-def test_every_rollout_is_in_exactly_one_row_within_the_budget(share, num_ranks):
+def test_every_rollout_is_in_exactly_one_row_within_the_budget():
     for seed in range(20):
         rollouts = mixed_groups(seed)
-        rows = packing.pack_rows(rollouts, 70, share, num_ranks)
-        assert sorted(i for row in rows for piece in row for i in piece) == list(range(len(rollouts)))
-        assert max(packing.row_tokens(row, rollouts) for row in rows) <= 70
-        assert all(rollouts[i].prompt == rollouts[piece[0]].prompt for row in rows for piece in row for i in piece)
-        assert len(rows) % num_ranks == 0 or all(len(row) == 1 for row in rows)
+        rows = pack(rollouts, 70)
+        assert sorted(i for row in rows for i in row.members.tolist()) == list(range(len(rollouts)))
+        assert max(len(row.tokens) for row in rows) <= 70
 
 
 def test_a_sample_longer_than_a_row_is_an_error_that_names_the_flag():
     with pytest.raises(ValueError, match=r"sample of 9 tokens .*--token-budget"):
-        packing.pack_rows(of_lengths((4, [5])), 8)
+        pack(of_lengths((4, [5])), 8)
+    assert pack([], 8) == []
 
 
 def test_the_pairs_of_a_row_are_those_that_attention_computes():
-    rollouts = make(DRAWN)
     # p: 6 with itself; a: 2 * 3 + 3; b: 3 * 3 + 6; q and c together: 6
-    assert packing.row_pairs([[0, 1], [2]], rollouts) == 6 + 9 + 15 + 6
+    assert packing.num_pairs(drawn()) == 6 + 9 + 15 + 6
 
 
 def test_the_layout_is_the_one_in_the_docstring():
-    layout = packing.lay_out([[0, 1], [2]], make(DRAWN))
-    assert layout.tokens == [1, 1, 1, 2, 2, 3, 3, 3, 4, 4, 5]
-    assert layout.positions == [0, 1, 2, 3, 4, 3, 4, 5, 0, 1, 2]
-    assert layout.segments == [Segment(0, 3, 0, 0), Segment(3, 5, 0, 3), Segment(5, 8, 0, 3), Segment(8, 11, 8, 8)]
-    assert layout.predictors == [2, 3, 2, 5, 6, 9]  # a completion's first token is predicted by the end of its prompt
+    row = drawn()
+    assert row.tokens.tolist() == [1, 1, 1, 2, 2, 3, 3, 3, 4, 4, 5]
+    assert row.positions.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 0, 1, 2]
+    assert row.segments.tolist() == [[0, 3, 0, 0], [3, 5, 0, 3], [5, 8, 0, 3], [8, 11, 8, 8]]
+    assert row.predictors.tolist() == [2, 3, 2, 5, 6, 9]  # a completion's first token is predicted by its prompt's end
+    assert row.targets.tolist() == [2, 2, 3, 3, 3, 5]
+    assert row.weights.tolist() == [0.5, 0.5, 0.25, 0.25, 0.25, 1.0]
+    assert row.lengths.tolist() == [2, 3, 1]
 
 
 def visible_by_hand() -> torch.Tensor:
@@ -108,8 +95,7 @@ def visible_by_hand() -> torch.Tensor:
 
 
 def test_the_block_mask_shows_each_token_its_prompt_and_itself_only():
-    segments = packing.lay_out([[0, 1], [2]], make(DRAWN)).segments
-    mask_mod = packing.block_mask(segments, 128, CPU).mask_mod
+    mask_mod = packing.block_mask(drawn().segments, 128, CPU).mask_mod
     places = torch.arange(128)
     visible = mask_mod(None, None, places[:, None], places[None, :])
     assert torch.equal(visible[:11, :11], visible_by_hand())
@@ -119,7 +105,7 @@ def test_the_block_mask_shows_each_token_its_prompt_and_itself_only():
 
 
 def test_the_segment_plan_shows_the_same():
-    plan = packing.segment_plan(packing.lay_out([[0, 1], [2]], make(DRAWN)).segments)
+    plan = packing.segment_plan([tuple(segment) for segment in drawn().segments.tolist()])
     visible = torch.zeros(11, 11, dtype=torch.bool)
     flat = [(batch.queries.view(len(batch.visible), -1), batch.keys, batch.visible) for batch in plan.batches]
     queries = torch.cat([queries.flatten() for queries, _, _ in flat])
@@ -136,9 +122,9 @@ def test_the_segment_plan_shows_the_same():
 
 
 def test_short_segments_share_a_call_and_long_ones_of_other_lengths_do_not():
-    short = [Segment(0, 6, 0, 0), Segment(6, 30, 0, 6), Segment(30, 40, 0, 6)]
+    short = [(0, 6, 0, 0), (6, 30, 0, 6), (30, 40, 0, 6)]
     assert len(packing.group_segments(short)) == 1
-    long = [Segment(0, 900, 0, 0), Segment(900, 1200, 900, 900), Segment(1200, 2090, 1200, 1200)]
+    long = [(0, 900, 0, 0), (900, 1200, 900, 900), (1200, 2090, 1200, 1200)]
     # 900 and 890 waste 900² - 890² = 17,900 pairs; 300 with them would waste hundreds of thousands
     assert packing.group_segments(long) == [[long[0], long[2]], [long[1]]]
 

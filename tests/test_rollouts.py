@@ -1,8 +1,9 @@
-"""rollouts.py: prompts, the queue, what is asked of a replica, and what becomes of its answers."""
+"""rollouts.py: the order of prompts, the queue, what is asked of a replica, and what becomes of its answers."""
 
 import dataclasses
 import itertools
 import json
+import math
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,11 +14,10 @@ from conftest import wait_for
 import rollouts
 from bucket import Policy
 from config import LOCAL, Config
-from rollouts import GroupQueue, Prompt, PromptCursor, Rollout, Sampler, is_stale, usable_choices, what_to_do
+from prompts import Prompt
+from rollouts import GroupQueue, PromptCursor, Rollout, Sampler, is_stale, usable_choices, what_to_do
 
-CFG = dataclasses.replace(
-    Config(**LOCAL), inflight_per_replica=8, group_size=4, batch_size=8, no_replica_wait_s=5.0, max_failed_groups=3
-)
+CFG = dataclasses.replace(Config(**LOCAL), inflight_per_replica=8, group_size=4, batch_size=8, no_replica_wait_s=5.0)
 
 
 def rollout(group: int = 0, version: int = 0) -> Rollout:
@@ -31,105 +31,6 @@ def choice(ids=(5, 6), finish="stop", logprobs=(-0.5, -0.25), text="x") -> dict:
         "finish_reason": finish,
         "text": text,
     }
-
-
-# --- prompts ---
-
-
-class LetterTokenizer:
-    """One token per character; a chat template that marks the turns."""
-
-    chat_template = "<turn>"
-
-    def __call__(self, text):
-        return {"input_ids": [ord(c) for c in text]}
-
-    def apply_chat_template(self, messages, add_generation_prompt, tokenize, return_dict):
-        assert add_generation_prompt
-        assert tokenize
-        assert not return_dict
-        return [ord(c) for m in messages for c in f"<{m['content']}>"]
-
-
-def load(tmp_path, rows, **changes):
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = dataclasses.replace(CFG, dataset=str(path), max_completion_tokens=10, max_model_len=20, **changes)
-    return rollouts.load_prompts(cfg, LetterTokenizer())
-
-
-def test_prompts_too_long_for_a_whole_completion_are_dropped_and_counted(tmp_path):
-    rows = [{"prompt": "a" * n, "answer": "1"} for n in (9, 10, 11)]
-    prompts, dropped = load(tmp_path, rows)
-    assert [len(prompt.ids) for prompt in prompts] == [9, 10]
-    assert dropped == 1
-
-
-def test_chat_messages_go_through_the_template_and_answers_may_be_nested(tmp_path):
-    rows = [{"prompt": [{"role": "user", "content": "hi"}], "reward_model": {"ground_truth": 7}, "level": "easy"}]
-    (prompt,), _ = load(tmp_path, rows, answer_column="reward_model.ground_truth")
-    assert prompt.ids == [ord(c) for c in "<hi>"]
-    assert prompt.columns["answer"] == "7"
-    assert prompt.columns["level"] == "easy"
-
-
-def test_parquet_files_are_read_too(tmp_path):
-    pandas = pytest.importorskip("pandas")
-    path = tmp_path / "data.parquet"
-    pandas.DataFrame({"question": ["2+2"], "gold": ["4"]}).to_parquet(path)
-    cfg = dataclasses.replace(CFG, dataset=str(path), prompt_column="question", answer_column="gold")
-    (prompt,), dropped = rollouts.load_prompts(cfg, LetterTokenizer())
-    assert (prompt.columns["answer"], dropped) == ("4", 0)
-
-
-def test_a_missing_column_is_named_with_those_there_are(tmp_path):
-    with pytest.raises(ValueError, match=r"--answer-column solution: .* has prompt, answer"):
-        load(tmp_path, [{"prompt": "a", "answer": "1"}], answer_column="solution")
-
-
-@pytest.mark.parametrize(
-    ("second", "words"),
-    [
-        (None, "None is neither text nor"),
-        ([{"role": "user"}], "'content'"),
-        ([{"role": "user", "content": "hi"}], "need a model with a chat template"),
-    ],
-)
-def test_a_prompt_that_cannot_be_encoded_is_named_with_its_row(tmp_path, monkeypatch, second, words):
-    if "template" in words:
-        monkeypatch.setattr(LetterTokenizer, "chat_template", None)
-    rows = [{"prompt": "a", "answer": "1"}, {"prompt": second, "answer": "2"}]
-    with pytest.raises(ValueError, match=rf"--prompt-column prompt: row 2 of .*{words}"):
-        load(tmp_path, rows)
-
-
-def test_a_row_without_the_nested_answer_is_named(tmp_path):
-    rows = [{"prompt": "a", "meta": {"gold": "1"}}, {"prompt": "b", "meta": None}]
-    with pytest.raises(ValueError, match=r"--answer-column meta.gold: row 2 of dataset .* has prompt, meta"):
-        load(tmp_path, rows, answer_column="meta.gold")
-
-
-def test_a_dataset_without_rows_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"--dataset .*data.jsonl"):
-        load(tmp_path, [])
-
-
-def test_a_dataset_that_cannot_be_read_is_named(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": ')
-    with pytest.raises(ValueError, match=r"--dataset .*data.jsonl: cannot be read"):
-        rollouts.load_prompts(dataclasses.replace(CFG, dataset=str(path)), LetterTokenizer())
-
-
-def test_a_dataset_without_a_prompt_that_fits_is_an_error_that_names_the_flag(tmp_path):
-    with pytest.raises(ValueError, match="--max-model-len 20"):
-        load(tmp_path, [{"prompt": "a" * 11, "answer": "1"}])
-
-
-def test_a_missing_gold_reaches_the_reward_as_none(tmp_path):
-    # C14
-    (prompt, _), _ = load(tmp_path, [{"prompt": "a", "answer": None}, {"prompt": "b", "answer": "1"}])
-    assert prompt.columns["answer"] is None
 
 
 # --- the order of the prompts ---
@@ -199,7 +100,7 @@ def test_a_request_states_every_sampling_setting():
     assert body["logprobs"] == 0
 
 
-def test_only_choices_with_a_logprob_for_every_token_are_used():
+def test_only_choices_with_as_many_logprobs_as_tokens_are_used():
     # B18, B22 and design section 2
     body = {
         "choices": [
@@ -208,11 +109,16 @@ def test_only_choices_with_a_logprob_for_every_token_are_used():
             choice(finish="abort"),
             choice(ids=(), logprobs=()),
             choice(logprobs=(-0.5,)),
-            choice(logprobs=(-0.5, None)),
-            choice(logprobs=(-0.5, float("-inf"))),
+            choice(logprobs=(None, None)),
         ]
     }
     assert [(c.ids, c.truncated) for c in usable_choices(body)] == [([5, 6], False), ([5, 6], True)]
+
+
+def test_f17_a_token_without_a_logprob_is_masked_and_the_rest_trains():
+    (only,) = usable_choices({"choices": [choice(ids=(5, 6, 7), logprobs=(-0.1, None, -0.2))]})
+    assert (only.logprobs[0], only.logprobs[2]) == (-0.1, -0.2)
+    assert math.isnan(only.logprobs[1])
 
 
 def test_a_lone_eos_is_a_completion_of_one_token():
@@ -278,11 +184,14 @@ def proxy():
 class Scores:
     """A reward pool that gives completion "0" a 1 and others a 0."""
 
-    timeouts = 0
+    timeouts = failed = 0
+    weights = (1.0,)
+    seen: dict = {}
 
-    def score(self, completions, columns):
+    def scores(self, completions, columns):
         assert all(len(values) == len(completions) for values in columns.values())
-        return [1.0 if text == "0" else 0.0 for text in completions]
+        self.seen = columns
+        return {"zero": [1.0 if text == "0" else 0.0 for text in completions]}
 
 
 @pytest.fixture
@@ -291,8 +200,8 @@ def start_sampler(proxy):
 
     def start(policy=lambda: Policy(0, "r-a1-v0"), **changes) -> Sampler:
         cfg = dataclasses.replace(CFG, port=proxy.server_port, **changes)
-        prompts = [Prompt([i], {"answer": "1"}) for i in range(50)]
-        sampler = Sampler(cfg, prompts, PromptCursor(50, 0), policy, Scores())
+        prompts = [Prompt([i], {"prompt": f"p{i}", "answer": "1"}) for i in range(50)]
+        sampler = Sampler(cfg, prompts, PromptCursor(50, 0), policy, Scores(), lambda policy: None)
         started.append(sampler)
         sampler.start()
         return sampler
@@ -317,11 +226,24 @@ def test_groups_come_scored_and_named_by_their_policy_version(start_sampler):
         assert len({r.group for r in group}) == 1
 
 
-def test_truncated_completions_score_zero_without_being_graded(start_sampler, proxy):
-    # B19
+@pytest.mark.parametrize(
+    ("truncated", "rewards"), [("score", [1, 1, 1, 1]), ("zero", [0, 0, 1, 1]), ("mask", [None, None, 1, 1])]
+)
+def test_b19_f25_a_cut_completion_gets_what_was_asked_for(start_sampler, proxy, truncated, rewards):
     proxy.answer = lambda body: (200, {"choices": [choice(text="0", finish="length")] * 2 + [choice(text="0")] * 2})
-    (group,) = batch(start_sampler(), 1)
-    assert [(r.reward, r.truncated) for r in group] == [(0.0, True), (0.0, True), (1.0, False), (1.0, False)]
+    sampler = start_sampler(truncated=truncated)
+    (group,) = batch(sampler, 1)
+    assert [(r.reward, r.truncated) for r in group] == list(zip(rewards, [True, True, False, False], strict=True))
+    assert sampler.pool.seen["truncated"] == [True, True, False, False]
+
+
+def test_f13_rewards_get_prompts_ids_and_columns_of_the_whole_group(start_sampler):
+    sampler = start_sampler()
+    (group,) = batch(sampler, 1)
+    seen = sampler.pool.seen
+    assert seen["prompts"] == [f"p{group[0].prompt[0]}"] * 4
+    assert (seen["completion_ids"], seen["answer"]) == ([[5, 6]] * 4, ["1"] * 4)
+    assert (group[0].scores, group[0].text, group[0].gold) == ({"zero": 1.0}, "0", "1")
 
 
 def test_one_failed_completion_costs_only_itself(start_sampler, proxy):
@@ -338,12 +260,13 @@ def test_a_group_with_one_usable_completion_is_dropped(start_sampler, proxy):
     proxy.answer = lambda body: (200, next(answers))
     sampler = start_sampler()
     assert len(batch(sampler)) == 2
-    wait_for(lambda: sampler.failed_groups == 2)
+    wait_for(lambda: sampler.counts["failed_groups"] == 2)
     assert sampler.error is None
 
 
-def test_sampling_that_never_works_ends_with_the_reason(start_sampler, proxy):
+def test_sampling_that_never_works_ends_with_the_reason(start_sampler, proxy, monkeypatch):
     # B30: 8 of 8 fail
+    monkeypatch.setattr(rollouts, "MAX_FAILED_GROUPS", 3)
     proxy.answer = lambda body: (400, {"error": {"message": "maximum context length is 64"}})
     sampler = start_sampler()
     assert batch(sampler) == []
@@ -353,7 +276,7 @@ def test_sampling_that_never_works_ends_with_the_reason(start_sampler, proxy):
 
 def test_a_reward_that_raises_ends_the_sampling(start_sampler):
     sampler = start_sampler()
-    sampler.pool.score = lambda *_: 1 / 0
+    sampler.pool.scores = lambda *_: 1 / 0
     wait_for(lambda: sampler.error)
     assert isinstance(sampler.error, ZeroDivisionError)
 
@@ -380,13 +303,13 @@ def test_a_proxy_without_replicas_is_waited_for(start_sampler, proxy):
     proxy.answer = answer
     sampler = start_sampler()
     assert len(batch(sampler)) == 2
-    assert sampler.failed_groups == 0
+    assert sampler.counts["failed_groups"] == 0
 
 
 def test_a_refused_token_ends_the_sampling_at_once(start_sampler, proxy):
     # D14
     proxy.answer = lambda body: (401, {"error": "no"})
-    sampler = start_sampler(max_failed_groups=1000)
+    sampler = start_sampler()
     wait_for(lambda: sampler.error)
     assert "HF_TOKEN" in str(sampler.error)
 
@@ -399,8 +322,8 @@ def test_stale_groups_are_dropped_whole_and_counted(start_sampler):
     current[0] = Policy(7, "r-a1-v7")
     groups = batch(sampler)
     assert all(r.version == 7 for group in groups for r in group)
-    assert sampler.dropped_stale >= 8
-    assert sampler.dropped_stale % 4 == 0
+    assert sampler.counts["dropped_stale"] >= 8
+    assert sampler.counts["dropped_stale"] % 4 == 0
 
 
 def test_nothing_is_sampled_that_would_be_too_old_when_its_turn_comes(start_sampler, proxy):

@@ -8,12 +8,7 @@ import copy
 import dataclasses
 import json
 import math
-import os
-import pickle
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import peft
 import pytest
@@ -21,12 +16,12 @@ import safetensors.torch
 import torch
 import transformers
 
-import packing
 import trainer
 from config import Config
+from policy import head, lora
+from policy.packing import pack
 from rollouts import Rollout
 
-ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 CFG = Config(dtype="float32", lora_rank=4, lora_alpha=8, token_budget=512, max_model_len=64, max_completion_tokens=20)
 TINY = {
@@ -51,10 +46,10 @@ def tiny_base(architecture: str = "qwen2") -> transformers.PreTrainedModel:
 
 def tiny_policy(cfg: Config = CFG, base: transformers.PreTrainedModel | None = None, moved: bool = True):
     """A policy on the tiny model; moved: its LoRA weights are not the initial ones, so that B is not zero."""
-    model = trainer.add_lora(base or tiny_base(), cfg, CPU)
+    model = lora.add_lora(base or tiny_base(), cfg, CPU)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in trainer.lora_parameters(model).values() if moved else ():
+        for parameter in lora.lora_parameters(model).values() if moved else ():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     return model
 
@@ -75,20 +70,35 @@ def sampled_rollouts(model, seed: int = 0, num_groups: int = 4, noise: float = 0
         for reward, advantage in zip(rewards, advantages, strict=True):
             completion = [rng.randrange(40) for _ in range(rng.randint(1, 12))]
             rollouts.append(Rollout(group, prompt, completion, [0.0] * len(completion), reward, advantage, 0))
-    logprobs = trainer.completion_logprobs(model, rollouts, CFG)
+    logprobs = completion_logprobs(model, rollouts, CFG)
     old = [[value + rng.gauss(0, noise) for value in values.tolist()] for values in logprobs]
     return [dataclasses.replace(r, old_logprobs=values) for r, values in zip(rollouts, old, strict=True)]
 
 
 def on_policy(model, rollouts: list[Rollout], cfg: Config = CFG) -> list[Rollout]:
     """The rollouts with the policy's own logprobs as old ones: every ratio is 1."""
-    logprobs = trainer.completion_logprobs(model, rollouts, cfg)
+    logprobs = completion_logprobs(model, rollouts, cfg)
     return [dataclasses.replace(r, old_logprobs=v.tolist()) for r, v in zip(rollouts, logprobs, strict=True)]
+
+
+def completion_logprobs(model, rollouts: list[Rollout], cfg: Config) -> list[torch.Tensor]:
+    """Logprobs (T,) of each rollout's completion by packed rows."""
+    found = {}
+    for row in pack(rollouts, [0.0] * len(rollouts), cfg.token_budget):
+        found |= zip(row.members.tolist(), head.row_logprobs(model, row, cfg, cfg.temperature), strict=True)
+    return [found[i] for i in range(len(rollouts))]
+
+
+def load_policy(cfg: Config):
+    """As open_run does."""
+    model = lora.add_lora(lora.load_base(cfg), cfg, CPU)
+    head.check_packing(model, cfg)
+    return model
 
 
 def gradient(model) -> torch.Tensor:
     """All LoRA gradients in one vector, ordered by name."""
-    return torch.cat([parameter.grad.flatten() for _, parameter in sorted(trainer.lora_parameters(model).items())])
+    return torch.cat([parameter.grad.flatten() for _, parameter in sorted(lora.lora_parameters(model).items())])
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
@@ -101,9 +111,9 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 
 
 def reference_policy(model, base: transformers.PreTrainedModel):
     """The same policy by PEFT and transformers alone, on a copy of the untouched base model."""
-    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    reference = peft.get_peft_model(copy.deepcopy(base), lora)
-    peft.set_peft_model_state_dict(reference, trainer.adapter_state(model))
+    options = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    reference = peft.get_peft_model(copy.deepcopy(base), options)
+    peft.set_peft_model_state_dict(reference, tensors(model))
     return reference
 
 
@@ -149,6 +159,11 @@ def reference_gradient(model, base, rollouts: list[Rollout], cfg: Config, padded
     loss = reference_loss(reference_logprobs(reference, rollouts, cfg, padded), rollouts, cfg)
     loss.backward()
     return loss.item(), gradient(reference)
+
+
+def tensors(model) -> dict[str, torch.Tensor]:
+    """Copies of the adapter's tensors."""
+    return {name: torch.from_numpy(value) for name, value in lora.adapter_state(model).items()}
 
 
 # --- advantages and loss: the numbers --------------------------------------------------------------------------------
@@ -236,7 +251,7 @@ def test_b06_unscorable_rollouts_leave_the_denominator(policy):
 )
 def test_b09_the_temperature_divides_the_logits(temperature, expected):
     logits = torch.tensor([[2.0, 1.0, 0.0]] * 3)
-    logprobs, entropies, probs = trainer.token_stats(logits.clone(), torch.arange(3), temperature)
+    logprobs, entropies, probs = head.token_stats(logits.clone(), torch.arange(3), temperature)
     assert logprobs.tolist() == pytest.approx(expected, abs=1e-5)
     assert probs[0].tolist() == pytest.approx([math.exp(value) for value in expected], abs=1e-5)
     assert entropies[0].item() == pytest.approx(-sum(math.exp(v) * v for v in expected), abs=1e-5)
@@ -261,7 +276,7 @@ def successor_policy(share: float):
 
 def test_b12_each_token_is_predicted_by_the_one_before_it():
     model = successor_policy(0.9)
-    (logprobs,) = trainer.completion_logprobs(model, [Rollout(0, [1, 2], [3, 4], [0.0] * 2, 1.0, 1.0, 0)], CFG)
+    (logprobs,) = completion_logprobs(model, [Rollout(0, [1, 2], [3, 4], [0.0] * 2, 1.0, 1.0, 0)], CFG)
     assert logprobs.tolist() == pytest.approx([math.log(0.9)] * 2, abs=1e-4)
 
 
@@ -278,13 +293,11 @@ def test_b13_the_final_eos_is_trained_on_though_it_is_the_pad_token():
     assert metrics["ratio"] == pytest.approx((1 + 1 + 2 + 1 + 1 + 3 * 0.1 / 7 / 0.9) / 8, abs=1e-4)
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_b14_b15_a_rollouts_logprobs_do_not_depend_on_what_shares_its_row(policy, share):
+def test_b14_b15_a_rollouts_logprobs_do_not_depend_on_what_shares_its_row(policy):
     rollouts = sampled_rollouts(policy)
-    cfg = cfg_with(share_prompts=share)
-    alone = [trainer.completion_logprobs(policy, [rollout], cfg)[0] for rollout in rollouts]
-    together = trainer.completion_logprobs(policy, rollouts, cfg)
-    backwards = trainer.completion_logprobs(policy, rollouts[::-1], cfg)[::-1]
+    alone = [completion_logprobs(policy, [rollout], CFG)[0] for rollout in rollouts]
+    together = completion_logprobs(policy, rollouts, CFG)
+    backwards = completion_logprobs(policy, rollouts[::-1], CFG)[::-1]
     for one, other, another in zip(alone, together, backwards, strict=True):
         torch.testing.assert_close(other, one, atol=1e-5, rtol=0)
         torch.testing.assert_close(another, one, atol=1e-5, rtol=0)
@@ -306,13 +319,9 @@ def test_b28_the_ratio_is_1_on_the_same_weights(policy):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_sees_what_sdpa_sees(policy):
     rollouts = sampled_rollouts(policy)
-    (row,) = packing.pack_rows(rollouts, CFG.token_budget)
-    weights = [1.0] * len(rollouts)
+    (row,) = pack(rollouts, [1.0] * len(rollouts), CFG.token_budget)
     with torch.no_grad():  # flex attention has no backward on a CPU
-        flex, sdpa = (
-            trainer.row_hidden(policy, trainer.pack_row(row, rollouts, weights, CFG, CPU, flex=flex))
-            for flex in (True, False)
-        )
+        flex, sdpa = (head.row_hidden(policy, row, CFG, flex=flex) for flex in (True, False))
     torch.testing.assert_close(flex, sdpa, atol=1e-5, rtol=0)
 
 
@@ -342,21 +351,11 @@ def step():
     return model, rollouts, base, reference_gradient(model, base, rollouts, CFG)[1]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"share_prompts": False, "token_budget": 24},  # about one sequence per row
-        {"share_prompts": False},
-        {"share_prompts": True},
-        {"token_budget": 24},  # groups are split
-        {"token_budget": 40, "logits_chunk": 3},
-        {"logits_chunk": 1},
-        {"skip_zero_advantage": False},
-    ],
-)
-def test_the_gradient_does_not_depend_on_rows_sharing_chunks_or_skipping(step, changes):
-    model, rollouts, _, expected = step
-    trainer.policy_gradient(model, rollouts, cfg_with(**changes))
+@pytest.mark.parametrize(("token_budget", "chunk"), [(24, 2048), (40, 3), (512, 1), (512, 2048)])
+def test_the_gradient_does_not_depend_on_rows_or_chunks(step, token_budget, chunk, monkeypatch):
+    model, rollouts, _, expected = step  # at 24 tokens groups are split
+    monkeypatch.setattr(head, "LOGITS_CHUNK", chunk)
+    trainer.policy_gradient(model, rollouts, cfg_with(token_budget=token_budget))
     assert_same(gradient(model), expected)
 
 
@@ -382,7 +381,7 @@ def test_b26_gradient_checkpointing_changes_nothing(step):
     trainer.policy_gradient(model, rollouts, CFG)
     assert len(forwards) == 2  # one row: once, and once more in the backward
     assert_same(gradient(model), expected)
-    moved = [name for name, p in trainer.lora_parameters(model).items() if "lora_B" in name and p.grad.norm() > 0]
+    moved = [name for name, p in lora.lora_parameters(model).items() if "lora_B" in name and p.grad.norm() > 0]
     assert len(moved) == 2 * 7  # every linear layer of both blocks
 
 
@@ -391,41 +390,6 @@ def test_another_call_replaces_the_gradient_and_does_not_add_to_it(step):
     for _ in range(2):
         trainer.policy_gradient(model, rollouts, CFG)
     assert_same(gradient(model), expected)
-
-
-RANKS = """
-import pickle, sys, torch, torch.distributed as dist
-sys.path[:0] = [{root!r}, {tests!r}]
-import test_trainer, trainer
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-results = []
-for rollouts in pickle.load(open({steps!r}, "rb")):
-    model = test_trainer.tiny_policy()
-    metrics = trainer.policy_gradient(model, rollouts, test_trainer.CFG, rank, 2)
-    results.append((metrics, test_trainer.gradient(model)))
-torch.save(results, {out!r} + str(rank))
-dist.destroy_process_group()
-"""
-
-
-def test_two_processes_have_the_gradient_of_one(policy, tmp_path):
-    rollouts = sampled_rollouts(policy)
-    steps = [rollouts, rollouts[:1], [dataclasses.replace(r, reward=None) for r in rollouts]]
-    (tmp_path / "steps").write_bytes(pickle.dumps(steps))
-    paths = {"root": ROOT, "tests": ROOT / "tests", "steps": tmp_path / "steps", "out": tmp_path / "rank"}
-    (tmp_path / "ranks.py").write_text(RANKS.format(**{name: str(path) for name, path in paths.items()}))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([*torchrun, tmp_path / "ranks.py"], env=env, capture_output=True, text=True, timeout=150)
-    assert ran.returncode == 0, ran.stderr
-    by_rank = [torch.load(tmp_path / f"rank{rank}", weights_only=False) for rank in (0, 1)]
-    for step, (zero, one) in zip(steps, zip(*by_rank, strict=True), strict=True):
-        expected = trainer.policy_gradient(policy, step, CFG)
-        for metrics, found in (zero, one):
-            assert (found - gradient(policy)).abs().max() <= 1e-5 * gradient(policy).abs().max()
-            for name in ("loss", "ratio", "kl", "entropy", "clip_ratio/low", "clip_ratio/high"):
-                assert metrics.get(name) == pytest.approx(expected.get(name), abs=1e-6)
 
 
 # --- what is and is not in a step ------------------------------------------------------------------------------------
@@ -467,18 +431,18 @@ def test_b25_a_fresh_adapter_with_loss_0_trains_b_first():
     rollouts = sampled_rollouts(model, noise=0.0)
     metrics = trainer.policy_gradient(model, rollouts, cfg_with(loss_type="sequence"))
     assert metrics["loss"] == pytest.approx(0.0, abs=1e-5)
-    for name, parameter in trainer.lora_parameters(model).items():
+    for name, parameter in lora.lora_parameters(model).items():
         assert (parameter.grad.abs().max() > 0) == ("lora_B" in name)
     assert trainer.optimizer_step(model, trainer.optimizer_for(model, CFG), CFG)[1]
-    assert all(p.abs().max() > 0 for name, p in trainer.lora_parameters(model).items() if "lora_B" in name)
+    assert all(p.abs().max() > 0 for name, p in lora.lora_parameters(model).items() if "lora_B" in name)
 
 
-def test_the_head_sees_completion_tokens_only_and_a_chunk_at_a_time(policy):
-    rollouts = sampled_rollouts(policy)
-    seen = []
-    head = policy.get_base_model().get_output_embeddings()
-    hook = head.register_forward_hook(lambda module, args, output: seen.append(output.shape[0]))
-    trainer.policy_gradient(policy, rollouts, cfg_with(logits_chunk=5))
+def test_the_head_sees_completion_tokens_only_and_a_chunk_at_a_time(policy, monkeypatch):
+    rollouts, seen = sampled_rollouts(policy), []
+    monkeypatch.setattr(head, "LOGITS_CHUNK", 5)
+    outer = policy.get_base_model().get_output_embeddings()
+    hook = outer.register_forward_hook(lambda module, args, output: seen.append(output.shape[0]))
+    trainer.policy_gradient(policy, rollouts, CFG)
     hook.remove()
     assert max(seen) == 5
     assert sum(seen) == sum(len(rollout.completion) for rollout in rollouts if rollout.advantage)
@@ -542,35 +506,32 @@ def test_flops_are_4_for_each_weight_and_token_and_12_for_each_pair_and_channel(
         ({"target_modules": ["embed_tokens"]}, "embed_tokens"),
     ],
 )
-@pytest.mark.parametrize("with_model", [True, False])
-def test_a09_b28_adapters_that_cannot_be_served_or_reproduced_are_refused(options, reason, with_model):
-    lora = peft.LoraConfig(**{"r": 8, "target_modules": ["q_proj"]} | options)
+def test_a09_b28_adapters_that_cannot_be_served_or_reproduced_are_refused(options, reason):
     with pytest.raises(ValueError, match=reason):
-        trainer.check_lora(lora, tiny_base() if with_model else None)
+        lora.check_lora(peft.LoraConfig(**{"r": 8, "target_modules": ["q_proj"]} | options), tiny_base())
 
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"r": 512}, {"target_modules": "all-linear"}])
 def test_adapters_that_vllm_serves_are_accepted(options):
-    lora = peft.LoraConfig(**{"r": 8, "target_modules": ["q_proj"]} | options)
-    trainer.check_lora(lora, tiny_base())
+    lora.check_lora(peft.LoraConfig(**{"r": 8, "target_modules": ["q_proj"]} | options), tiny_base())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_b27_only_lora_is_trained_in_fp32_whatever_the_dtype_of_the_base(dtype, tmp_path):
     tiny_base().save_pretrained(tmp_path)
     cfg = cfg_with(model=str(tmp_path), dtype=dtype)
-    model = trainer.load_policy(cfg, CPU)
+    model = load_policy(cfg)
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     assert {p.dtype for p in frozen.values()} == {getattr(torch, dtype)}
     rollouts = sampled_rollouts(model, noise=0.0)
     metrics = trainer.policy_gradient(model, rollouts, cfg)
     assert metrics["ratio"] == pytest.approx(1, abs=1e-5)
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
-    assert {name.replace(".default", "") for name in with_gradient} == trainer.lora_parameters(model).keys()
+    assert {name.replace(".default", "") for name in with_gradient} == lora.lora_parameters(model).keys()
     optimizer = trainer.optimizer_for(model, cfg)
     assert trainer.optimizer_step(model, optimizer, cfg)[1]
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    assert {tensor.dtype for tensor in [*moments, *trainer.lora_parameters(model).values()]} == {torch.float32}
+    assert {tensor.dtype for tensor in [*moments, *lora.lora_parameters(model).values()]} == {torch.float32}
     assert len(optimizer.state) == len(with_gradient)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad or torch.equal(parameter, frozen[name])
@@ -595,13 +556,13 @@ def test_the_fused_lora_layer_is_pefts():
         y = module(x)
         y.square().sum().backward()
         results.append([y, x.grad, module.lora_A["default"].weight.grad, module.lora_B["default"].weight.grad])
-    assert type(layer) is trainer.LoraLinear
+    assert type(layer) is lora.LoraLinear
     for found, expected in zip(*results, strict=True):
         assert_same(found, expected)
 
 
 def test_the_initial_adapter_depends_on_the_seed_only():
-    first, again, other = (trainer.adapter_state(tiny_policy(cfg_with(seed=seed), moved=False)) for seed in (3, 3, 4))
+    first, again, other = (tensors(tiny_policy(cfg_with(seed=seed), moved=False)) for seed in (3, 3, 4))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
@@ -609,36 +570,77 @@ def test_the_initial_adapter_depends_on_the_seed_only():
 def test_adapter_state_is_what_peft_saves_and_loads_back(policy, tmp_path):
     policy.save_pretrained(tmp_path)
     saved = safetensors.torch.load_file(tmp_path / "adapter_model.safetensors")
-    state = trainer.adapter_state(policy)
+    state = tensors(policy)
     assert saved.keys() == state.keys()
     assert all(torch.equal(saved[name], state[name]) for name in saved)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4
     fresh = tiny_policy(moved=False)
-    trainer.load_adapter_state(fresh, saved)
-    assert all(torch.equal(value, state[name]) for name, value in trainer.adapter_state(fresh).items())
+    lora.load_adapter_state(fresh, saved)
+    assert all(torch.equal(value, state[name]) for name, value in tensors(fresh).items())
 
 
 def test_adapter_state_is_a_copy(policy):
-    state = trainer.adapter_state(policy)
+    state = tensors(policy)
     before = {name: value.clone() for name, value in state.items()}
     with torch.no_grad():
-        for parameter in trainer.lora_parameters(policy).values():
+        for parameter in lora.lora_parameters(policy).values():
             parameter.add_(1).sub_(1)
             assert all(value.data_ptr() != parameter.data_ptr() for value in state.values())
     assert all(torch.equal(state[name], before[name]) for name in state)
 
 
 def test_an_adapter_of_another_rank_is_refused(policy):
-    other = trainer.adapter_state(tiny_policy(cfg_with(lora_rank=2)))
+    other = tensors(tiny_policy(cfg_with(lora_rank=2)))
     with pytest.raises(ValueError, match=r"tensors differ, such as base_model\..* the LoRA flags"):
-        trainer.load_adapter_state(policy, other)
+        lora.load_adapter_state(policy, other)
 
 
 def test_models_with_sliding_windows_are_refused_at_load(tmp_path):
     config = transformers.MistralConfig(**TINY, sliding_window=8)
     transformers.MistralForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="MistralAttention uses sliding_window"):
-        trainer.load_policy(cfg_with(model=str(tmp_path)), CPU)
+        load_policy(cfg_with(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (lambda: transformers.GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=4, n_positions=128), "Conv1D"),
+        (
+            lambda: transformers.Qwen3MoeConfig(**TINY, num_experts=4, moe_intermediate_size=16, head_dim=8),
+            "holds all experts in one parameter",
+        ),
+    ],
+)
+def test_f14_f16_models_whose_layers_lora_cannot_reach_are_refused_in_one_line(config, reason):
+    base = transformers.AutoModelForCausalLM.from_config(config())
+    with pytest.raises(ValueError, match=reason):
+        lora.add_lora(base, CFG, CPU)
+
+
+@pytest.mark.parametrize("scaling", [
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0,
+     "original_max_position_embeddings": 32},
+])  # fmt: skip
+def test_f14_positions_that_are_scaled_by_the_longest_of_a_row_are_refused_by_name(scaling):
+    config = transformers.Qwen2Config(
+        **TINY | {"max_position_embeddings": 32},
+        initializer_range=0.5,
+        rope_parameters={"rope_theta": 100.0, **scaling},
+    )
+    torch.manual_seed(1)
+    model = lora.add_lora(transformers.Qwen2ForCausalLM(config), CFG, CPU)
+    with pytest.raises(ValueError, match=f"rotary positions are scaled \\({scaling['rope_type']}\\)"):
+        head.check_packing(model, CFG)
+
+
+def test_f14_static_scaling_of_positions_is_trained():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 100.0}
+    model = lora.add_lora(
+        transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TINY, rope_parameters=yarn)), CFG, CPU
+    )
+    head.check_packing(model, CFG)
 
 
 def test_models_that_scale_their_logits_are_refused_at_load(tmp_path):
@@ -648,7 +650,7 @@ def test_models_that_scale_their_logits_are_refused_at_load(tmp_path):
     torch.nn.init.normal_(model.lm_head.weight)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"GraniteForCausalLM: the logprobs of packed rows are off by"):
-        trainer.load_policy(cfg_with(model=str(tmp_path)), CPU)
+        load_policy(cfg_with(model=str(tmp_path)))
 
 
 # --- the optimizer step ----------------------------------------------------------------------------------------------
@@ -657,11 +659,11 @@ def test_models_that_scale_their_logits_are_refused_at_load(tmp_path):
 def test_a_gradient_above_max_grad_norm_is_clipped(policy):
     cfg = cfg_with(max_grad_norm=0.5)
     trainer.policy_gradient(policy, sampled_rollouts(policy), CFG)
-    for parameter in trainer.lora_parameters(policy).values():
+    for parameter in lora.lora_parameters(policy).values():
         parameter.grad.fill_(1.0)
     count = gradient(policy).numel()
     seen = []
-    optimizer = torch.optim.SGD(trainer.lora_parameters(policy).values(), lr=0.0)
+    optimizer = torch.optim.SGD(lora.lora_parameters(policy).values(), lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: seen.append(gradient(policy).norm().item()))
     norm, ok = trainer.optimizer_step(policy, optimizer, cfg)
     assert ok
@@ -673,14 +675,14 @@ def test_a_gradient_above_max_grad_norm_is_clipped(policy):
 def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_gradient(poison, loss):
     model = tiny_policy()
     optimizer = trainer.optimizer_for(model, CFG)
-    before = trainer.adapter_state(model)
+    before = tensors(model)
     trainer.policy_gradient(model, sampled_rollouts(model), CFG)
-    next(iter(trainer.lora_parameters(model).values())).grad[0, 0] = poison
+    next(iter(lora.lora_parameters(model).values())).grad[0, 0] = poison
     _, ok = trainer.optimizer_step(model, optimizer, CFG, loss)
     assert not ok
     assert not optimizer.state
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in trainer.adapter_state(model).items())
+    assert all(torch.equal(value, before[name]) for name, value in tensors(model).items())
 
 
 def test_a_step_resumed_from_saved_state_is_bit_identical(tmp_path):
@@ -693,12 +695,12 @@ def test_a_step_resumed_from_saved_state_is_bit_identical(tmp_path):
     train(unbroken, trainer.optimizer_for(unbroken, CFG), range(4))
     optimizer = trainer.optimizer_for(before, CFG)
     train(before, optimizer, range(2))
-    torch.save((trainer.adapter_state(before), optimizer.state_dict()), tmp_path / "saved")
+    torch.save((tensors(before), optimizer.state_dict()), tmp_path / "saved")
     adapter, moments = torch.load(tmp_path / "saved")
     resumed = tiny_policy(moved=False)
-    trainer.load_adapter_state(resumed, adapter)
+    lora.load_adapter_state(resumed, adapter)
     optimizer = trainer.optimizer_for(resumed, CFG)
     optimizer.load_state_dict(moments)
     train(resumed, optimizer, range(2, 4))
-    expected = trainer.adapter_state(unbroken)
-    assert all(torch.equal(value, expected[name]) for name, value in trainer.adapter_state(resumed).items())
+    expected = tensors(unbroken)
+    assert all(torch.equal(value, expected[name]) for name, value in tensors(resumed).items())

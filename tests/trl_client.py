@@ -6,7 +6,6 @@ What is seen goes to DIRECTORY/seen.json. TRL's code runs as it is; `fit_a_cpu` 
 """
 
 import json
-import queue
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from types import SimpleNamespace
 import peft
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
@@ -22,7 +20,6 @@ from trl.experimental.async_grpo import async_grpo_trainer as trl_trainer
 from trl.experimental.async_grpo import async_rollout_worker as trl_worker
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
-GROUP = 4
 CPU = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no"}
 
 
@@ -59,10 +56,6 @@ def lora(rank: int = 8) -> peft.LoraConfig:
     )
 
 
-def new_policy(model: str, rank: int = 8) -> peft.PeftModel:
-    return peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora(rank))
-
-
 def chat_tokenizer(model: str):
     """The toy's tokenizer with what TRL asks of a chat model's."""
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -74,76 +67,25 @@ def chat_tokenizer(model: str):
 
 
 def ask(client: VLLMClient, model: str, args: AsyncGRPOConfig) -> dict:
-    """What TRL reads from the server, and how it decides to sync adapters of rank 8 and 16."""
+    """What TRL reads from the server, how it decides to sync adapters of rank 8 and 16, and a pause."""
     client.wait_for_server_ready(poll_interval_s=0.2)
     info, sync = client.get_server_info(), {}
     for rank in (8, 16):
+        policy = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora(rank))
         try:
-            sync[rank] = trl_trainer.select_adapter_sync(info, new_policy(model, rank), args)
+            sync[rank] = trl_trainer.select_adapter_sync(info, policy, args)
         except ValueError as error:
             sync[rank] = str(error)
+    client.pause()
+    client.resume()
     return {"max_model_len": client.get_max_model_len(), "dtype": client.get_dtype(), "adapter_sync": sync}
 
 
-def work(client: VLLMClient, model: str, args: AsyncGRPOConfig, tokenizer, data: Dataset, directory: Path) -> dict:
-    """TRL's worker samples from one policy, then from another, then through a pause."""
-    for version in (1, 2):
-        path = str(directory / f"v{version}")
-        trl_trainer.save_lora_adapter(new_policy(model), Accelerator(), "default", path)
-        client.load_lora_adapter(f"worker-v{version}", path)
-    worker = trl_worker.AsyncRolloutWorker(
-        model_name=model, lora_name="worker", dataset=data, reward_funcs=[length], processing_class=tokenizer,
-        eos_token_ids=[tokenizer.eos_token_id], num_generations=GROUP, max_inflight_tasks=16, queue_maxsize=8,
-        vllm_server_url=client.server_url, max_tokens=args.max_completion_length,
-    )  # fmt: skip
-    seen = {"samples": {}}
-    worker.update_model_version(1)
-    worker.start()
-    try:
-        seen["samples"][1] = take(worker, 1)
-        worker.update_model_version(2)
-        seen["samples"][2] = take(worker, 2)
-        client.pause()
-        while received(worker, timeout_s=1):
-            pass
-        seen["silent_while_paused"] = not received(worker, timeout_s=1)
-        client.resume()
-        seen["resumed"] = received(worker, timeout_s=30)
-        worker.check_health(stale_after_s=30)
-    finally:
-        worker.stop()
-    client.unload_lora_adapter("worker-v1")
-    return seen | {"retries": retries(worker)}
-
-
-def take(worker: trl_worker.AsyncRolloutWorker, version: int) -> list[dict]:
-    """16 samples of groups begun under a version."""
-    taken, keys = [], ("input_ids", "completion_mask", "old_log_probs")
-    while len(taken) < 16:
-        sample = worker.rollout_buffer.get(timeout=60)
-        if sample.model_version == version:
-            taken.append({key: getattr(sample, key).tolist() for key in keys})
-    return taken
-
-
-def received(worker: trl_worker.AsyncRolloutWorker, timeout_s: float) -> bool:
-    try:
-        return worker.rollout_buffer.get(timeout=timeout_s) is not None
-    except queue.Empty:
-        return False
-
-
-def retries(worker: trl_worker.AsyncRolloutWorker) -> float:
-    """How many requests the worker has had to repeat."""
-    total = 0.0
-    while not worker.metrics_queue.empty():
-        total += worker.metrics_queue.get(timeout=5).get("rollout/vllm_retry_total", 0.0)
-    return total
-
-
-def train(model: str, args: AsyncGRPOConfig, tokenizer, data: Dataset) -> dict:
+def train(model: str, args: AsyncGRPOConfig) -> dict:
     """The whole trainer: it probes, syncs, samples and steps by itself."""
-    trainer = AsyncGRPOTrainer(model, length, args, data, tokenizer, peft_config=lora())
+    prompts = [[{"role": "user", "content": f"{first}+{first + 8}="}] for first in range(10, 90)]
+    data = Dataset.from_dict({"prompt": prompts})
+    trainer = AsyncGRPOTrainer(model, length, args, data, chat_tokenizer(model), peft_config=lora())
     trainer.train()
     steps = [row for row in trainer.state.log_history if "ratio" in row]
     return {"adapter_only": trainer.weight_transfer is None, "version": trainer.model_version, "steps": steps}
@@ -155,15 +97,10 @@ def main() -> None:
     torch.manual_seed(0)
     args = AsyncGRPOConfig(
         str(directory / "trainer"), max_steps=3, learning_rate=1e-4, per_device_train_batch_size=16, token_budget=0,
-        num_generations=GROUP, max_completion_length=40, max_inflight_tasks=16, queue_maxsize=16, max_staleness=2,
+        num_generations=4, max_completion_length=40, max_inflight_tasks=16, queue_maxsize=16, max_staleness=2,
         vllm_server_base_url=url, **CPU,
     )  # fmt: skip
-    client, tokenizer = VLLMClient(url, server_timeout=60), chat_tokenizer(model)
-    prompts = [[{"role": "user", "content": f"{first}+{first + 8}="}] for first in range(10, 90)]
-    data = Dataset.from_dict({"prompt": prompts})
-    seen = ask(client, model, args)
-    seen |= work(client, model, args, tokenizer, data, directory)
-    seen |= train(model, args, tokenizer, data)
+    seen = ask(VLLMClient(url, server_timeout=60), model, args) | train(model, args)
     (directory / "seen.json").write_text(json.dumps(seen))
 
 

@@ -1,0 +1,1 @@
+"""What makes the trainer exact and fast: LoRA layers, packing, attention, the chunked head."""
