@@ -7,7 +7,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 from benches.figures import figure
-from proxy import Router, block_hashes
+from serving.routing import Router, block_hashes
 
 GROUP = 8
 

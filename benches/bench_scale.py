@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from benches.bench_routing import prompts_like_sanity
 from benches.figures import figure
 from config import Config, fresh_samples, max_loras
-from proxy import Router, block_hashes
 from rollouts import is_stale
+from serving.routing import Router, block_hashes
 
 FLEETS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -59,7 +59,7 @@ class World:
         fresh = fresh_samples(cfg) - size * len(self.queue)
         while self.inflight + size <= min(fresh, self.num_replicas * cfg.inflight_per_replica):
             name, prompt = f"v{self.version}", self.rng.choice(self.prompts)
-            hashes = block_hashes(name, prompt, cfg.block_size)
+            hashes = block_hashes(name, prompt)
             replica = self.router.choose(hashes, self.replicas, (1 << self.num_replicas) - 1, cfg.max_imbalance)
             self.router.note(name, hashes, replica.bit)
             replica.inflight += size

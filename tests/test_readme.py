@@ -19,11 +19,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 LINK = re.compile(r"\[`(\w+)`\]\(([\w/]+\.py)#L(\d+)\)")
-PRODUCT = [
-    *ROOT.glob("*.py"),
-    ROOT / "replica.sh",
-    *(p for d in ("policy", "jobs", "report", "grading") for p in (ROOT / d).glob("*.py")),
-]
+ROOMS = ("policy", "jobs", "report", "serving", "grading")
+PRODUCT = [*ROOT.glob("*.py"), ROOT / "replica.sh", *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))]
 FAILURES = ROOT / "docs/failures.md"
 
 
