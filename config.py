@@ -270,7 +270,8 @@ def make_parser(doc: str, without: tuple[str, ...] = ()) -> argparse.ArgumentPar
         if title := re.fullmatch(r"    # (.*)", line):
             group = parser.add_argument_group(title[1])
         if (match := re.fullmatch(r"    (\w+): \w+ = (.*?)  # (.*)", line)) and match[1] not in without:
-            name, default, text = match[1], match[2].strip('"'), match[3]
+            name, text = match[1], match[3]
+            default = LOCAL.get(name, match[2].strip('"')) if "--local" in sys.argv else match[2].strip('"')
             kind = {"action": argparse.BooleanOptionalAction} if types[name] is bool else {"type": types[name]}
             text = f"{text} [{default}]".replace("%", "%%")
             group.add_argument(flag(name), default=argparse.SUPPRESS, help=text, **kind)
@@ -285,6 +286,12 @@ def config_from(args: argparse.Namespace, local: bool = False) -> Config:
     for problem in problems(cfg):
         fail(problem)
     return cfg
+
+
+def demo_settings(cfg: Config) -> str:
+    """The settings that --local takes from the demo's recipe, not from the plain defaults; a user's model gets them."""
+    same = {name: value for name, value in LOCAL.items() if name not in ("model", "dataset", "bucket", "engine")}
+    return ", ".join(f"{flag(name)} {value}" for name, value in same.items() if getattr(cfg, name) == value)
 
 
 def to_flags(cfg: Config) -> list[str]:

@@ -30,7 +30,17 @@ from typing import Any
 
 import requests
 
-from config import Config, changed_settings, config_from, fail, make_parser, max_loras, served_rank, to_flags
+from config import (
+    Config,
+    changed_settings,
+    config_from,
+    demo_settings,
+    fail,
+    make_parser,
+    max_loras,
+    served_rank,
+    to_flags,
+)
 from jobs import checks
 from jobs.hub import (
     API_ERRORS,
@@ -46,6 +56,7 @@ from jobs.hub import (
 )
 from jobs.local import TERMINAL, LocalJobs, call_this_machine_directly, with_toy
 from jobs.log import TrainerLog, cause_in
+from prompts import check_prompts, check_reward
 
 HERE = Path(__file__).resolve().parent
 REPLICA_PORT = 8000
@@ -135,7 +146,8 @@ def plan(cfg: Config, place: Place, dollars_per_hour: dict[str, float]) -> str:
         f"LoRA rank {cfg.lora_rank} on {cfg.model}; prompts of {cfg.dataset}\n"
     )
     if place.local:
-        return f"{run}on this machine: 1 trainer, {cfg.replicas} replicas ({cfg.engine}), bucket {cfg.bucket}"
+        here = f"on this machine: 1 trainer, {cfg.replicas} replicas ({cfg.engine}), bucket {cfg.bucket}"
+        return f"{run}{here}\n--local brings, unless given: {demo_settings(cfg)}"
     trainer, replica = dollars_per_hour[cfg.trainer_flavor], dollars_per_hour[cfg.replica_flavor]
     total = trainer + cfg.replicas * replica
     return (
@@ -414,10 +426,9 @@ def status(fleet: Fleet) -> int:
 
 def logs(fleet: Fleet) -> int:
     """Follow the log of the run's newest trainer Job."""
-    jobs = fleet.find(role="trainer")
-    if not jobs:
+    newest = max(fleet.find(role="trainer"), key=lambda job: job.created_at, default=None)
+    if not newest:
         fail(f"--logs {fleet.cfg.run}: no trainer Job of this run is known")
-    newest = max(jobs, key=lambda job: job.created_at)
     for line in fleet.api.fetch_job_logs(job_id=newest.id, follow=True, **fleet.here()):
         print(line, flush=True)
     return 0
@@ -446,20 +457,6 @@ def stop(fleet: Fleet) -> int:
 # --- before anything starts ------------------------------------------------------------------------------------------
 
 
-def check_reward(cfg: Config, local: bool) -> None:
-    """Exit unless every --reward function can be imported, here and, as code that is shipped, in a Job."""
-    from rewards import load_rewards
-
-    try:
-        functions = load_rewards(cfg.reward)
-    except ValueError as error:
-        fail(f"--{error}")  # it begins with "reward" and the name
-    for function in functions if not local else []:
-        file = Path(sys.modules[function.__module__].__file__)
-        if file.parent != HERE:
-            fail(f"--reward {cfg.reward}: Jobs do not get {file}; copy it beside launch.py and name it by its module")
-
-
 def check_resume(fleet: Fleet) -> None:
     """Exit if the run has a checkpoint of a recipe that this one cannot go on from."""
     before = fleet.get("config.json")
@@ -484,7 +481,7 @@ def open_fleet(cfg: Config, local: bool) -> Fleet:
 def start(fleet: Fleet, dry_run: bool, detach: bool) -> int:
     """Check everything, say what will run, and run it."""
     cfg, local = fleet.cfg, fleet.place.local
-    check_reward(cfg, local)
+    check_reward(cfg, None if local else HERE)
     if local:
         if cfg.model != "toy":
             checks.check_model(cfg, None)
@@ -496,8 +493,6 @@ def start(fleet: Fleet, dry_run: bool, detach: bool) -> int:
         checks.check_readable(cfg, fleet.api)
     in_bucket = [name for name in (cfg.model, cfg.dataset) if name.startswith(f"{BUCKET_IN_JOB}/")]  # not looked into
     if not in_bucket and "toy" not in (cfg.model, cfg.dataset):  # the toy is not built in a dry run
-        from prompts import check_prompts
-
         check_prompts(cfg)
     check_resume(fleet)
     print(plan(cfg, fleet.place, fleet.prices), flush=True)

@@ -7,6 +7,7 @@ prompts too.
 
 import csv
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,20 @@ def encode_prompt(tokenizer, prompt: str | list[dict], system_prompt: str = "") 
     if not ids or ids == [tokenizer.bos_token_id]:
         raise ValueError("the prompt is empty")
     return prompt, ids
+
+
+def check_reward(cfg: Config, shipped: Path | None) -> None:
+    """Exit unless every --reward function can be imported here and, from the folder that is shipped, in a Job."""
+    from rewards import load_rewards
+
+    try:
+        functions = load_rewards(cfg.reward)
+    except ValueError as error:
+        fail(f"--{error}")  # it begins with "reward" and the name
+    for function in functions if shipped else []:
+        file = Path(sys.modules[function.__module__].__file__)
+        if file.parent != shipped:
+            fail(f"--reward {cfg.reward}: Jobs do not get {file}; copy it beside launch.py and name it by its module")
 
 
 def check_prompts(cfg: Config) -> None:

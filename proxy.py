@@ -52,12 +52,12 @@ NOT_COPIED = {"content-length", "date", "server"}  # of answers, for the same re
 
 def load(fleet: Fleet, policy: Policy) -> None:
     """Put a policy into the table and wait until every ready replica has it, or take it out again and ApiError."""
-    name, wait_s = policy.name, fleet.cfg.load_deadline_s
+    name, wait_s, attempt = policy.name, fleet.cfg.load_deadline_s, vllm.attempt_of(policy.name)
 
-    def lacking() -> list[Replica]:
-        return [replica for replica in fleet.ready() if replica.loaded.get(name) != policy.path]
+    def lacking() -> list[Replica]:  # what is loaded in a pause is checked, and live, when that ends
+        return [r for r in fleet.ready() if r.loaded.get(name) != policy.path or not (fleet.pause or name in r.checked)]
 
-    def done() -> bool:  # what is loaded in a pause is checked, and live, when that ends
+    def done() -> bool:
         return policy.state != "loading" or (fleet.pause and fleet.ready() and not lacking())
 
     with fleet.control:
@@ -73,7 +73,7 @@ def load(fleet: Fleet, policy: Policy) -> None:
         if not fleet.wait(done, wait_s):
             late = lacking()
             why = "; ".join(f"{replica} has not loaded {name} within {wait_s:g} s: {replica.reason or 'no answer'}"
-                            for replica in late)  # fmt: skip
+                            for replica in late) or str(fleet.unavailable("no replica is ready"))  # fmt: skip
             fleet.retire(policy, ApiError(504, f"{why} (is the bucket mounted there, and {policy.path} complete?)"))
             for replica in late:
                 if not replica.reason:  # it still hangs in the load
@@ -82,11 +82,7 @@ def load(fleet: Fleet, policy: Policy) -> None:
             fleet.wait(lambda: fleet.policies.get(name) is not policy)
             raise policy.error
         for other in list(fleet.policies.values()):
-            if (
-                vllm.attempt_of(name)
-                and vllm.attempt_of(other.name)
-                and vllm.attempt_of(other.name) < vllm.attempt_of(name)
-            ):
+            if attempt and (vllm.attempt_of(other.name) or attempt) < attempt:
                 fleet.retire(other)
 
 
@@ -215,10 +211,9 @@ def answer(fleet: Fleet, ask: Ask) -> Response:
         replica, got = send(fleet, ask, policy, stack)
         if isinstance(got, ApiError):
             raise got
-        response = Response(
-            got.body, got.status, [*vllm.end_to_end(got.headers, NOT_COPIED), ("X-Replica", replica.id)]
-        )
-        if ask.stream:
+        headers = [*vllm.end_to_end(got.headers, NOT_COPIED), ("X-Replica", replica.id)]
+        response = Response(got.body, got.status, headers)
+        if not isinstance(got.body, bytes):
             response.call_on_close(stack.pop_all().close)
         return response
 

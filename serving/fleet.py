@@ -84,17 +84,17 @@ class Replica:
         return f"replica {self.id} ({f'job {self.job}' if self.job else self.url})"
 
     def control(self, method: str, path: str, payload: dict | None = None, timeout_s: float | None = None) -> Answer:
-        """A call of the proxy's own, made again while the server asks to wait; ApiError if there is no answer."""
+        """A call of the proxy's own, made again if the server asks to wait a little; ApiError if there is no answer."""
         body = None if payload is None else json.dumps(payload).encode()
-        deadline = time.monotonic() + (timeout_s or CONTROL_TIMEOUT_S)
+        patient_until = time.monotonic() + HEALTH_TIMEOUT_S
         while True:
-            call = Call(self, deadline - time.monotonic())
+            call = Call(self, timeout_s or CONTROL_TIMEOUT_S)
             try:
                 answer = call.answer(method, path, {"Content-Type": "application/json"} if body else {}, body)
             finally:
                 call.finish()
             pause_s = vllm.retry_after_s(answer.headers, time.time())
-            if method == "GET" or answer.status not in (429, 503) or time.monotonic() + pause_s > deadline:
+            if method == "GET" or answer.status not in (429, 503) or time.monotonic() + pause_s > patient_until:
                 return answer
             time.sleep(pause_s)
 
@@ -377,7 +377,7 @@ def unload_on(fleet: Fleet, replica: Replica, name: str) -> None:
     text = vllm.said(answer.body)
     if answer.status != 200 and not (answer.status == 404 and "cannot be found" in text):
         raise ApiError(502, f"it did not unload {name}: {answer.status}, {vllm.with_cure(text)}")
-    del replica.loaded[name]
+    replica.loaded.pop(name, None)
     replica.checked.discard(name)
     replica.reused.add(name)
     fleet.stir()
@@ -400,7 +400,7 @@ def load_on(fleet: Fleet, replica: Replica, policy: Policy) -> None:
         return
     if verdict == "unclear":
         raise ApiError(502, text)
-    del replica.loaded[name]
+    replica.loaded.pop(name, None)
     if policy.state == "retiring":  # meanwhile; another replica could not load it
         fleet.stir()
     elif verdict == "late":

@@ -63,34 +63,28 @@ def worker_failed(why: str) -> Answer:
     return error(500, message + "for the root cause", "InternalServerError")
 
 
-def read_adapter(name: str, path: str, max_rank: int) -> int | Answer:
+def read_adapter(name: str, path: str) -> int | Answer:
     """The weights of an adapter directory, or vLLM's answer to a directory that it cannot load."""
-    config_path, weights_path = (os.path.join(path, f) for f in ("adapter_config.json", "adapter_model.safetensors"))
-    if not os.path.isfile(config_path):
-        return error(404, f"Loading lora {name} failed: No adapter found for <path>", "NotFoundError")
     try:
-        with open(config_path) as file:
+        with open(f"{path}/adapter_config.json") as file:
             config = json.load(file)
+        with open(f"{path}/adapter_model.safetensors", "rb") as file:
+            data = file.read()
+    except FileNotFoundError as err:
+        if "config" in str(err):
+            return error(404, f"Loading lora {name} failed: No adapter found for <path>", "NotFoundError")
+        return worker_failed(f"{path} doesn't contain tensors")
     except json.JSONDecodeError as err:
         return worker_failed(str(err))
-    refusals = (
-        (config.get("r", 1) > max_rank, f"LoRA rank {config.get('r')} is greater than max_lora_rank {max_rank}."),
+    whole = len(data) >= 8 and len(data) >= 8 + struct.unpack("<Q", data[:8])[0]
+    problems = (
+        (config.get("r", 1) > 8, f"LoRA rank {config.get('r')} is greater than max_lora_rank 8."),
         (config.get("use_dora"), "vLLM does not yet support DoRA."),
         (config.get("modules_to_save"), "vLLM only supports modules_to_save being None."),
         (config.get("bias", "none") != "none", "Adapter bias is not supported."),
+        (not whole, "Error while deserializing header: incomplete metadata, file not fully covered"),
     )
-    for refused, why in refusals:
-        if refused:
-            return worker_failed(why)
-    if not os.path.isfile(weights_path):
-        return worker_failed(f"{path} doesn't contain tensors")
-    with open(weights_path, "rb") as file:
-        data = file.read()
-    if len(data) < 8:
-        return worker_failed("Error while deserializing header: header too small")
-    if len(data) < 8 + struct.unpack("<Q", data[:8])[0]:
-        return worker_failed("Error while deserializing header: incomplete metadata, file not fully covered")
-    return zlib.crc32(data)
+    return next((worker_failed(why) for wrong, why in problems if wrong), zlib.crc32(data))
 
 
 class Engine:
@@ -106,7 +100,7 @@ class Engine:
         self.arrived: Counter[str] = Counter()
         self.log: list[dict] = []
         self.running = self.aborted = self.finished = 0
-        self.data_parallel_size = 1
+        self.engines = 1  # behind this address
         self.lock = threading.Lock()
 
     def count(self, **more: int) -> None:
@@ -194,7 +188,7 @@ def load(engine: Engine, asked: dict) -> Answer:
     if name in engine.adapters and not asked.get("load_inplace"):
         return error(400, f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
                      "place, set 'load_inplace' to True.", "InvalidUserInput")  # fmt: skip
-    weights = read_adapter(name, path, 8)
+    weights = read_adapter(name, path)
     if not isinstance(weights, int):
         return weights
     engine.adapters[name] = (path, weights)
@@ -264,7 +258,7 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     engine: Engine
 
-    def do_any(self) -> None:
+    def do_POST(self) -> None:
         data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
             asked = json.loads(data)
@@ -313,10 +307,7 @@ class Handler(BaseHTTPRequestHandler):
         routes = {
             "/health": lambda: (503 if engine.dead else 200, ""),
             "/v1/models": lambda: models(engine),
-            "/server_info": lambda: (
-                200,
-                {"vllm_config": {"parallel_config": {"data_parallel_size": engine.data_parallel_size}}},
-            ),
+            "/server_info": lambda: (200, {"vllm_config": {"parallel_config": {"data_parallel_size": engine.engines}}}),
             "/v1/load_lora_adapter": lambda: load(engine, asked),
             "/v1/unload_lora_adapter": lambda: unload(engine, asked),
             "/v1/completions": lambda: complete(engine, asked, self.connection),
@@ -348,10 +339,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def do_GET(self) -> None:
+        self.do_POST()
+
     def log_message(self, *_: object) -> None:
         pass
-
-    do_GET = do_POST = do_any
 
 
 def main() -> None:

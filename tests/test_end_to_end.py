@@ -92,6 +92,7 @@ def test_on_policy_ratios_are_one(finished):
         assert abs(row["ratio"] - 1) < 1e-3 or row["sample/on_policy_frac"] < 1.0
 
 
+@pytest.mark.slow
 def test_without_staleness_every_step_is_on_policy(tmp_path, toy_dir):
     launch(tmp_path, "fresh", "--max-steps=4", "--max-staleness=0")
     rows = rows_of(tmp_path / "fresh")
@@ -155,6 +156,7 @@ def test_completions_can_be_read(finished):
     assert row["rewards/math_reward/mean"] == pytest.approx(row["reward/mean"])
 
 
+@pytest.mark.slow
 def test_f15_a_run_that_cannot_learn_says_why_and_stops(tmp_path, toy_dir):
     (tmp_path / "mute.py").write_text("def same(completions, **columns):\n    return [0.25] * len(completions)\n")
     flags = (f"--reward={tmp_path}/mute.py:same", "--max-steps=60", "--max-steps-without-signal=3")

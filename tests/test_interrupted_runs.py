@@ -12,6 +12,8 @@ from test_end_to_end import command, launch, processes_of, rows_of
 
 import bucket
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_run_whose_trainer_was_killed_resumes_from_its_checkpoint(tmp_path, toy_dir):
     run_dir = tmp_path / "killed"

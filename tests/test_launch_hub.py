@@ -519,6 +519,7 @@ def test_two_local_runs_at_a_time_never_meet_nor_write_the_token_nor_use_a_proxy
 # --- everything, with the toy model ---
 
 
+@pytest.mark.slow
 def test_a_whole_run_trains_on_the_fake_hub_and_leaves_nothing_behind(hub, toy_dir):
     hub.tell("reset")  # with it go the quick proxy and trainer
     bucket = hub.directory / "buckets/alice/grpo-lora"

@@ -169,6 +169,7 @@ def test_figures_of_the_simulations_are_met(name, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json", f"{name}.png"}
 
 
+@pytest.mark.slow
 def test_forks_data_reward_and_loss_train_together(tmp_path, toy_dir):
     (tmp_path / "sums.jsonl").write_text(blocks("json")[0])
     (tmp_path / "my_rewards.py").write_text(next(block for block in blocks("python") if "def concise" in block))

@@ -179,21 +179,22 @@ def test_group_of_every_policy_is_sampled_with_its_own_weights(fleet):
 def test_half_copied_adapter_goes_live_when_it_is_complete_and_never_before(fleet, is_completed):
     front, old, name = fleet.front, fleet.front.loaded(), fleet.front.publish("other", WEIGHTS, None)
     weights, path = (front.adapters / "other" / WEIGHTS).read_bytes(), front.bucket / name / WEIGHTS
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         load = pool.submit(front.load, name)
         for visible, cause in ((0, "doesn't contain tensors"), (len(weights) // 2, "incomplete metadata")):
             if visible:
                 path.write_bytes(weights[:visible])
             told = re.compile(f"{name} .*{cause}")
             wait_for(lambda told=told: any(told.search(event["text"]) for event in front.stats()["events"]))
-        assert front.complete(name).status_code == 404
+        early = pool.submit(front.complete, name, n=8)
         assert not load.done()
         if is_completed:
             path.write_bytes(weights)
         answer = load.result(LOAD_DEADLINE_S + 5)
     assert answer.status_code == (200 if is_completed else 504), answer.text
     assert is_completed or "incomplete metadata" in answer.text
-    assert front.complete(name).status_code == (200 if is_completed else 404)
+    assert early.result().status_code == front.complete(name).status_code == (200 if is_completed else 404)
+    assert not is_completed or is_sampled_from(fleet, "other", early.result().json()["choices"])
     for server in fleet.servers:
         assert server.prompt_logprobs(old) == fleet.peft("good")
         assert not is_completed or server.prompt_logprobs(name) == fleet.peft("other")

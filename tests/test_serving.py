@@ -194,3 +194,26 @@ def test_canary_logprobs_are_those_of_the_prompt_tokens_and_their_gap_is_the_wid
         vllm.canary_logprobs(b'{"choices": [{}]}', [5, 7])
     assert vllm.widest_gap([-1.0, -2.0, -3.0], [-1.0, -2.5, -3.25]) == 0.5
     assert vllm.widest_gap([-1.0, -2.0], [float("nan"), -2.0]) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"lora_name": ""}, "lora_name"),
+        ({"lora_path": None}, "lora_path"),
+        ({"lora_path": "org/missing"}, "absolute"),  # A25
+        ({"lora_path": "/etc"}, "inside the bucket"),
+        ({"lora_path": "/bucket/../v1"}, "inside the bucket"),
+        ({"lora_path": "/bucketful/v1"}, "inside the bucket"),
+        ({"load_inplace": True}, "load_inplace"),  # A16
+        ({"canary": [1, 2]}, "canary"),
+        ({"canary": {"token_ids": [1], "logprobs": []}}, "canary"),
+        ({"canary": {"token_ids": [1, "2"], "logprobs": [-1]}}, "canary"),
+        ({"canary": {"token_ids": [1, 2], "logprobs": [None]}}, "canary"),
+    ],
+)
+def test_loads_that_make_no_sense_are_refused(change, why):
+    body = {"lora_name": "x", "lora_path": "/bucket/v1"}
+    assert vllm.read_load(json.dumps(body).encode(), "/bucket") == ("x", "/bucket/v1", vllm.PROBE_IDS, None)
+    with pytest.raises(vllm.ApiError, match=why):
+        vllm.read_load(json.dumps(body | change).encode(), "/bucket")
