@@ -88,7 +88,7 @@ class Config:
     # Limits
     max_steps_without_signal: int = 30  # stop after this many steps in a row in which no group had a signal
     timeout_h: float = 8.0  # the trainer Job is ended after this long, the replicas half an hour later
-    replica_restarts: int = 10  # replicas that ended early and are replaced, in the whole run
+    replica_restarts: int = 10  # replicas that ended early and are replaced, in one launch
     schedule_wait_min: float = 30.0  # give up on Jobs that are still SCHEDULING after this long
     ready_wait_min: float = 20.0  # give up on a replica that runs but is not healthy after this long
     idle_shutdown_min: float = 15.0  # a replica without a trainer's heartbeat for this long stops itself

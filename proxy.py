@@ -41,7 +41,7 @@ from serving.routing import block_hashes
 from serving.vllm import ApiError
 
 MAX_SENDS = 4  # of one request, to replicas that break
-WATCH_EVERY_S = 0.1
+WATCH_EVERY_S = 0.25
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 NOT_SENT_ON = {"host", "authorization", "content-length", "expect", "accept-encoding"}  # the proxy sets its own
 NOT_COPIED = {"content-length", "date", "server"}  # of answers, for the same reason
@@ -76,7 +76,7 @@ def load(fleet: Fleet, policy: Policy) -> None:
                             for replica in late) or str(fleet.unavailable("no replica is ready"))  # fmt: skip
             fleet.retire(policy, ApiError(504, f"{why} (is the bucket mounted there, and {policy.path} complete?)"))
             for replica in late:
-                if not replica.reason:  # it still hangs in the load
+                if not replica.reason and replica.loaded.get(name) == "":  # it hangs in the load
                     lose(fleet, replica, f"it did not answer the load of {name}")
         if policy.error:
             fleet.wait(lambda: fleet.policies.get(name) is not policy)
@@ -129,6 +129,8 @@ def tell_all(fleet: Fleet, path: str, target: str) -> None:
 
     with fleet.control, ThreadPoolExecutor() as pool:
         replicas = fleet.ready()
+        for replica in replicas:
+            replica.progress_s = time.monotonic()  # nothing finishes in a pause
         if path != "/reset_prefix_cache":  # before they are told: one that joins meanwhile does likewise
             fleet.pause = target if path == "/pause" else ""
         else:
@@ -151,8 +153,6 @@ def settle(fleet: Fleet) -> ApiError | None:
     """After a pause: wait until what was loaded in it is checked; what went wrong with it."""
     with fleet.lock:
         held = [policy for policy in fleet.policies.values() if policy.state == "loading"]
-        for replica in fleet.ready():
-            replica.progress_s = time.monotonic()
         fleet.stir()
     fleet.wait(lambda: all(policy.state != "loading" for policy in held))
     return next((policy.error for policy in held if policy.error), None)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # How one replica is started: vLLM, or offline/stub_vllm.py, which takes the same flags; adapters are loaded at runtime.
 #
-# Dead-man switch: a trainer rewrites <attempt>.heartbeat every few seconds. When no file of that kind has changed for
+# Dead-man switch: a trainer writes a new *.heartbeat every few seconds. When there is no new one for
 # IDLE_SHUTDOWN_MIN minutes, this replica stops itself and exits 0, so a lost launcher never leaves a GPU billing. It
 # compares contents, by its own clock: the times of a mounted file may be another machine's, or old.
 #   MODEL=Qwen/Qwen2.5-Math-1.5B HEARTBEATS=/lora/<run>/attempts bash replica.sh

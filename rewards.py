@@ -9,7 +9,7 @@ A reward of your own is a function in a file, called as TRL calls it: once per g
     def concise(completions, **columns):  # prompts, completion_ids, truncated and the dataset's columns, by name
         return [max(0.0, 1 - len(completion) / 4000) for completion in completions]  # None: cannot be scored
 
-    python trainer.py --reward my_rewards:concise,rewards:math_reward      # several are summed; my/file.py:concise, too
+    python launch.py --local --reward my.py:concise,rewards:math_reward    # several are summed
     python rewards.py 'so \boxed{0.5}' '\frac{1}{2}'                       # grade one completion by hand
 
 `RewardPool` runs the functions in processes that can be killed, because algebra can hang or eat all memory. A function
@@ -19,7 +19,6 @@ that fails on a group is asked about one completion at a time, so only the bad o
 import asyncio
 import contextlib
 import ctypes
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -46,7 +45,7 @@ from pathlib import Path
 
 import pebble
 
-from config import Config
+from config import Config, did_you_mean
 from grading.spelling import has_name, last_box, normalise, number, pieces, split, squeeze
 
 Reward = Callable[..., list[float | None]]
@@ -319,11 +318,6 @@ def load_file(path: Path) -> object:
         spec.loader.exec_module(module)
         sys.modules[str(path)] = module
     return sys.modules[str(path)]
-
-
-def did_you_mean(name: str, names: list[str]) -> str:
-    """A question about the name that is most like it, or nothing."""
-    return "".join(f"did you mean {near}? " for near in difflib.get_close_matches(name, names, 1))
 
 
 def importable_name(function: Reward) -> str:

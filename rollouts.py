@@ -6,7 +6,7 @@ policy version that sampled it, and the number of completions in flight follows 
 queue is full the threads wait, so a slow trainer holds generation back and nothing grows without bound.
 
 A prompt is issued once per epoch, in an order that depends on the seed only. What was issued but not yet trained on is
-part of the trainer's checkpoint, so a resumed run neither skips a prompt nor trains on a group twice.
+part of the trainer's checkpoint, so a resumed run goes on with it, and trains on no group twice.
 """
 
 import itertools

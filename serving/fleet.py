@@ -313,9 +313,9 @@ def is_well(fleet: Fleet, replica: Replica, now: float) -> bool:
     if suspect:
         replica.suspect = False
         fleet.stir()
-    idle_s = now - replica.progress_s
-    if ready and replica.inflight and not fleet.pause and idle_s > fleet.cfg.stall_s:
-        raise ApiError(502, f"/health is well, but nothing finished for {idle_s:.0f} s")
+    if ready and replica.inflight and not fleet.pause and now - replica.progress_s > fleet.cfg.stall_s:
+        stalled_s = now - replica.progress_s
+        raise ApiError(502, f"/health is well, but nothing finished for {stalled_s:.0f} s")
     return True
 
 

@@ -49,7 +49,9 @@ LOAD_DEADLINE_S = 10
 def vllm():
     """replica.sh and launch.py find the vLLM that is installed; without one everything here is skipped."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("VLLM_PYTHON", vllm_python() or pytest.skip(NO_VLLM))
+        python = vllm_python() or pytest.skip(NO_VLLM)
+        patched.setenv("VLLM_PYTHON", python)
+        patched.setenv("PATH", f"{os.environ['PATH']}:{Path(python).parent}")  # launch.py looks for the vllm command
         yield
 
 
