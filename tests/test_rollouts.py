@@ -359,3 +359,12 @@ def test_completions_in_flight_follow_the_ready_replicas(start_sampler, proxy):
     proxy.ready = 0
     sampler.stop()
     wait_for(lambda: sampler.inflight == 0)
+
+
+def test_f09_a_dataset_is_known_again_by_its_prompts_and_golds():
+    def fingerprint(*rows: tuple[list[int], str]) -> str:
+        prompts = [Prompt(ids, {"prompt": "p", "answer": gold}) for ids, gold in rows]
+        return Sampler(CFG, prompts, PromptCursor(len(rows), 0), None, Scores(), None).fingerprint
+
+    assert fingerprint(([1], "2"), ([3], "4")) == fingerprint(([1], "2"), ([3], "4"))
+    assert len({fingerprint(([1], "2")), fingerprint(([1], "5")), fingerprint(([3], "2"))}) == 3
