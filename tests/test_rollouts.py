@@ -186,11 +186,13 @@ class Scores:
 
     timeouts = failed = 0
     weights = (1.0,)
-    seen: dict = {}
+
+    def __init__(self):
+        self.seen = []
 
     def scores(self, completions, columns):
         assert all(len(values) == len(completions) for values in columns.values())
-        self.seen = columns
+        self.seen.append(columns)
         return {"zero": [1.0 if text == "0" else 0.0 for text in completions]}
 
 
@@ -234,14 +236,14 @@ def test_b19_f25_a_cut_completion_gets_what_was_asked_for(start_sampler, proxy, 
     sampler = start_sampler(truncated=truncated)
     (group,) = batch(sampler, 1)
     assert [(r.reward, r.truncated) for r in group] == list(zip(rewards, [True, True, False, False], strict=True))
-    assert sampler.pool.seen["truncated"] == [True, True, False, False]
+    assert sampler.pool.seen[0]["truncated"] == [True, True, False, False]
 
 
 def test_f13_rewards_get_prompts_ids_and_columns_of_the_whole_group(start_sampler):
     sampler = start_sampler()
     (group,) = batch(sampler, 1)
-    seen = sampler.pool.seen
-    assert seen["prompts"] == [f"p{group[0].prompt[0]}"] * 4
+    prompts = [f"p{group[0].prompt[0]}"] * 4
+    seen = next(columns for columns in sampler.pool.seen if columns["prompts"] == prompts)
     assert (seen["completion_ids"], seen["answer"]) == ([[5, 6]] * 4, ["1"] * 4)
     assert (group[0].scores, group[0].text, group[0].gold) == ({"zero": 1.0}, "0", "1")
 
