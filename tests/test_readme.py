@@ -173,7 +173,12 @@ def test_figures_of_the_simulations_are_met(name, tmp_path):
 def test_forks_data_reward_and_loss_train_together(tmp_path, toy_dir):
     (tmp_path / "sums.jsonl").write_text(blocks("json")[0])
     (tmp_path / "my_rewards.py").write_text(next(block for block in blocks("python") if "def concise" in block))
-    chosen = [words[2:] for words in commands() for mark in ("--answer-column", "--reward", "dr_grpo") if mark in words]
+    chosen = [
+        words[2:]
+        for words in commands()
+        for mark in ("--answer-column", "--reward", "dr_grpo")
+        if mark in words and "--model" not in words
+    ]
     flags = dict.fromkeys(flag for words in chosen for flag in words)
     command = [sys.executable, str(ROOT / "launch.py"), *flags, "--replicas=1", "--max-steps=1", "--batch-size=16",
                "--run=fork", "--port=0"]  # fmt: skip
