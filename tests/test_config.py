@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from config import LOCAL, Config, config_from, make_parser, max_loras, problems, queue_size, served_rank, to_flags
+from config import (
+    LOCAL,
+    Config,
+    config_from,
+    demo_settings,
+    make_parser,
+    max_loras,
+    problems,
+    queue_size,
+    served_rank,
+    to_flags,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -88,3 +99,9 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, said):
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
     assert ended.stderr.startswith(f"error: {said}")
+
+
+def test_f23_what_local_brings_is_named_and_what_was_given_is_not():
+    said = demo_settings(Config(**LOCAL | {"model": "mine", "lora_rank": 4}))
+    assert "--learning-rate 0.003, " in said
+    assert "--lora-rank" not in said
