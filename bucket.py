@@ -51,6 +51,18 @@ class Policy(NamedTuple):
     name: str
 
 
+def policy_name(run: str, attempt: int, version: int) -> str:
+    """The adapter's name, unique over all attempts of all runs."""
+    return f"{run}-a{attempt}-v{version}"
+
+
+def direct_session() -> requests.Session:
+    """A session for the proxy, which is on this machine: a variable such as HTTP_PROXY is not for it."""
+    session = requests.Session()
+    session.trust_env = False
+    return session
+
+
 class LeaseError(Exception):
     """Another trainer owns this run."""
 
@@ -302,8 +314,7 @@ class Publisher:
     def __init__(self, run_dir: Path, lease: Lease, cfg: Config, adapter_config: dict, shapes: dict):
         self.adapters, self.lease, self.cfg = run_dir.absolute() / "adapters", lease, cfg
         self.adapter_config, self.shapes = adapter_config, shapes
-        self.session = requests.Session()
-        self.session.trust_env = False  # HTTP_PROXY is not for our own proxy
+        self.session = direct_session()
         self.policy: Policy | None = None  # moves only after every ready replica confirmed the load
         self.canary: dict = {}  # of `policy`
         self.loading = threading.Lock()  # a policy is loaded again only while it is the newest
@@ -326,7 +337,7 @@ class Publisher:
         start, cfg = time.monotonic(), self.cfg
         version = max(step // cfg.sync_every, max(self.step_of, default=-1) + 1)  # also after one that failed
         self.step_of[version] = step
-        policy = Policy(version, f"{self.adapters.parent.name}-a{self.lease.attempt}-v{version}")
+        policy = Policy(version, policy_name(self.adapters.parent.name, self.lease.attempt, version))
         directory = self.adapters / policy.name
         try:
             check_adapter(tensors, self.shapes, self.adapter_config["r"])

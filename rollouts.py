@@ -23,7 +23,7 @@ from typing import Any
 
 import requests
 
-from bucket import Policy
+from bucket import Policy, direct_session
 from config import Config, fresh_samples, queue_size
 from prompts import Prompt
 from rewards import RewardPool, total
@@ -285,7 +285,7 @@ class Sampler:
         """Let the number of threads and slots follow the number of ready replicas."""
         per_replica, session = (
             self.cfg.inflight_per_replica // self.cfg.group_size + self.cfg.reward_workers,
-            own_session(),
+            direct_session(),
         )
         while not self.stopped.is_set():
             try:
@@ -302,7 +302,7 @@ class Sampler:
 
     def _run(self) -> None:
         try:
-            with own_session() as session:
+            with direct_session() as session:
                 while not self.stopped.is_set():
                     self._sample_one(session)
         except BaseException as error:
@@ -418,10 +418,3 @@ class Sampler:
             )
             for i, choice in enumerate(choices)
         ]
-
-
-def own_session() -> requests.Session:
-    """A session for the proxy, which is on this machine: a proxy variable such as HTTP_PROXY is not for it."""
-    session = requests.Session()
-    session.trust_env = False
-    return session

@@ -436,7 +436,7 @@ def record(run: Run, metrics: dict, rollouts: list[Rollout], version: int) -> No
         "sample/trained_tokens_total": last.get("sample/trained_tokens_total", 0) + num_tokens,
         "completions/mean_length": num_tokens / len(rollouts),
         "completions/truncated_frac": sum(r.truncated for r in rollouts) / len(rollouts),
-        **report.signal(rollouts, cfg),
+        **report.signal(rollouts),
     }
     for name in rollouts[0].scores:
         values = [r.scores[name] for r in rollouts if r.scores[name] is not None]
@@ -452,7 +452,7 @@ def record(run: Run, metrics: dict, rollouts: list[Rollout], version: int) -> No
     print(report.step_line(row, cfg, report.mean_of(run.rows[-10:], "perf/step_s")), flush=True)
     run.steps_without_signal = 0 if row["batch/signal_frac"] else run.steps_without_signal + 1
     if run.step % cfg.log_completions_every == 0:
-        policies = {r.version: f"{cfg.run}-a{run.lease.attempt}-v{r.version}" for r in rollouts}
+        policies = {r.version: bucket.policy_name(cfg.run, run.lease.attempt, r.version) for r in rollouts}
         run.write(f"completions/step-{run.step}.jsonl", report.completions(rollouts, policies, run.tokenizer))
     if run.step % cfg.diagnose_every == 0:
         run.write_metrics()

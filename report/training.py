@@ -53,7 +53,7 @@ def step_metrics(trained: list, rows: list, sums: dict[str, float], cfg: Config)
     return metrics
 
 
-def signal(rollouts: list, cfg: Config) -> dict[str, float]:
+def signal(rollouts: list) -> dict[str, float]:
     """Whether a step's groups can teach anything: metrics of their rewards, and of what was cut."""
     groups: dict[int, list] = {}
     for rollout in rollouts:
